@@ -74,17 +74,9 @@ def _name(
     kind: str, process: int, thread: int, name: str, position: int
 ) -> Iterator[dict[str, Any]]:
     """Says what a process or a thread is called, and where it is shown."""
-    for what, args in (
-        ("name", {"name": name}),
-        ("sort_index", {"sort_index": position}),
-    ):
-        yield {
-            "ph": "M",
-            "name": f"{kind}_{what}",
-            "pid": process,
-            "tid": thread,
-            "args": args,
-        }
+    place = {"pid": process, "tid": thread}
+    for what, value in (("name", name), ("sort_index", position)):
+        yield {"ph": "M", "name": f"{kind}_{what}", **place, "args": {what: value}}
 
 
 def _slice(event: Event, process: int, begin: float, scale: float) -> dict[str, Any]:

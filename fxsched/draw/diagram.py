@@ -18,8 +18,6 @@ from .palette import Clock, clock
 from .plan_page import Details
 from .timeline_arrays import Bars, bars_of
 
-FORWARD, BACKWARD, WEIGHT, _ = Direction
-
 
 @dataclass(frozen=True, eq=False)
 class Diagram:
@@ -34,7 +32,7 @@ class Diagram:
 
     bars: Bars
     title: str = ""
-    release: Direction = BACKWARD
+    release: Direction = Direction.BACKWARD
     unit: str = ""
     details: Details | None = None
     links: tuple[LinkUse, ...] = ()
@@ -119,7 +117,7 @@ def draw(
     events: Sequence[Event],
     workers: int,
     title: str = "",
-    release: Direction = BACKWARD,
+    release: Direction = Direction.BACKWARD,
     unit: str = "",
     step: tuple[float, float] | None = None,
 ) -> Diagram:

@@ -119,25 +119,18 @@ def _gradients(
     """The gradients of values, of a sum of the outputs with weights of all sizes."""
     total = torch.zeros(())
     for each in outputs:
-        if isinstance(each, Tensor) and each.requires_grad:
+        if _learns(each):
             weights = torch.arange(each.numel(), device=each.device).cos()
             total = total + (each.flatten() * weights.to(each.dtype)).sum()
-    asked = [
-        each
-        for group in values
-        for each in group
-        if isinstance(each, Tensor) and each.requires_grad
-    ]
+    asked = [each for group in values for each in group if _learns(each)]
     if not asked or not total.requires_grad:
         return [[None] * len(group) for group in values]
     found = iter(torch.autograd.grad(total, asked, allow_unused=True))
-    return [
-        [
-            next(found) if isinstance(each, Tensor) and each.requires_grad else None
-            for each in group
-        ]
-        for group in values
-    ]
+    return [[next(found) if _learns(e) else None for e in group] for group in values]
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _gradients_same(

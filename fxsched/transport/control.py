@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import queue
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ from typing import Any
 
 from ..jobs.job import PlanError
 from .board import TICK, Board, Mark, Status, Store
+from .endpoints import Where
 from .failure_detector import LATE, FailureDetector
 
 LONG = 10.0  # seconds of waiting that a line on stderr tells of
@@ -176,6 +178,16 @@ class Control:
             chain = "".join(f"; {line}" for line in self.detector.chain(rank))
             raise TimeoutError(f"rank {self.rank} waited {seconds:.3g} s {at}{chain}")
         self._say(began, at)
+
+    def next(self, arrived: queue.SimpleQueue[int], mark: Mark, where: Where) -> int:
+        """The next tag that a queue gets, which may be in vain; see idle."""
+        began = time.monotonic()
+        while True:
+            try:
+                return arrived.get(timeout=TICK)
+            except queue.Empty:
+                rank, job = where()
+                self.idle(rank, mark, began, job)
 
     @contextlib.contextmanager
     def _asking(self, began: float, at: str) -> Iterator[None]:

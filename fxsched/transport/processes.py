@@ -138,13 +138,7 @@ class ProcessEndpoint:
         self.processes.helpers.call(wait)
 
     def next(self, arrived: queue.SimpleQueue[int], where: Where) -> int:
-        began = time.monotonic()
-        while True:
-            try:
-                return arrived.get(timeout=TICK)
-            except queue.Empty:
-                rank, job = where()
-                self.processes.control.idle(rank, self.mark, began, job)
+        return self.processes.control.next(arrived, self.mark, where)
 
     def finish(self) -> None:
         for peer, leaving in self.leaving.items():

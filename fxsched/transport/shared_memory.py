@@ -117,7 +117,9 @@ class Neighbour:
     ) -> Any:
         """A parcel's value; waits for it. where: the job that it is for."""
         if self.reader is not None:
-            self._await(parcel.tag, mark, where)
+            arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+            self.watch(parcel.tag, arrived, mark)
+            self.all.control.next(arrived, mark, lambda: (self.rank, where()))
         while (block := self._pop((mark.call, parcel.tag))) is None:
             if self.reader is not None:
                 raise self._lost()  # a watched parcel is there, or never comes
@@ -130,18 +132,6 @@ class Neighbour:
         packing = parcel.packing
         tensors = packing.read(packing.views(block.bytes()))
         return tuple(tensors) if parcel.bundle else tensors[0]
-
-    def _await(self, tag: int, mark: Mark, where: Callable[[], str]) -> None:
-        """Waits until a parcel is there, or nothing more comes."""
-        arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.watch(tag, arrived, mark)
-        began = time.monotonic()
-        while True:
-            try:
-                arrived.get(timeout=TICK)
-                return
-            except queue.Empty:
-                self.all.control.idle(self.rank, mark, began, where())
 
     def _pop(self, key: tuple[int, int]) -> Block | Copied | None:
         with self.changed:
