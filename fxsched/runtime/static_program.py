@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -225,10 +226,12 @@ class Straight:
 
 
 def _is_scalars(node: fx.Node) -> bool:
-    """Whether a node bundles several 0-d tensors of one type, as losses are."""
+    """Whether a node bundles several 0-d tensors of one type that jobs of this worker
+    give, as losses are."""
     specs = set(of_call(node).get("specs", ()))
     one = len(specs) == 1 and not next(iter(specs)).shape
-    return node.target is ops.bundle and one and len(node.args) > 1
+    own = all(each.target is operator.getitem for each in node.all_input_nodes)
+    return node.target is ops.bundle and one and own and len(node.args) > 1
 
 
 def _serves(task: Task) -> bool:

@@ -18,6 +18,14 @@ from fxsched.runtime.tasks import TaskProgram, sent
 from tests.passes.test_passes import plan_of
 
 
+class Squared(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
 @pytest.mark.parametrize("schedule", ["shifted", "zb_h1"])
 def test_source_of(schedule: str, golden: Callable[[str, str], None]) -> None:
     for rank in (0, 1):
@@ -35,6 +43,28 @@ def test_sums_for_the_user_are_sent_to_be_kept() -> None:
         for node in program.graph.find_nodes(op="call_function", target=ops.send):
             (kept if sent(node).outlives_step else other).append(str(node.args[0]))
     assert kept == ["gradients_0"] and "gradients_0" not in other and other
+
+
+def test_losses_of_microbatches_are_kept_in_one_tensor() -> None:
+    """But not of those that other workers send, which no line of this worker makes."""
+    x = torch.ones(8, 4)
+    plan = fxsched.plan(Squared(), schedules.gpipe(1, 4), x)
+    (program,) = plan.programs
+
+    def lines() -> str:
+        straight = Straight(TaskProgram(program), record=False)
+        return "\n".join(text for text, _ in straight.source.lines)
+
+    text = lines()
+    assert text.count("= empty(4, ") == 1 and text.count(".copy_(") == 4
+    bundle = next(n for n in program.graph.nodes if n.target is ops.bundle)
+    recv = program.graph.create_node(
+        "call_function", ops.recv, (), {"source": 1, "tag": 9}
+    )
+    recv.meta = {**bundle.args[0].meta, "bundle": False}
+    bundle.args = (recv, *bundle.args[1:])
+    bundle.prepend(recv)
+    assert ".copy_(" not in lines()
 
 
 def test_a_variable_is_let_go_after_its_last_use() -> None:
