@@ -25,21 +25,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="one case of each test that is not slow"
     )
+    parser.addoption(
+        "--short", action="store_true", help="not the tests that left_out.txt lists"
+    )
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """With --quick, keeps the first case of each test that isn't marked as slow."""
-    if not config.getoption("quick"):
-        return
-    first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-    kept = {
-        item
-        for item in items
-        if first[item.nodeid.partition("[")[0]] is item
-        and item.get_closest_marker("slow") is None
-    }
+    """With --quick, keeps the first case of each test that isn't marked as slow.
+
+    With --short, leaves out the tests that left_out.txt lists.
+    """
+    kept = {*items}
+    if config.getoption("quick"):
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        kept = {each for each in first.values() if not each.get_closest_marker("slow")}
+    if config.getoption("short"):
+        names = {item.nodeid: item for item in items}
+        out = (Path(__file__).parent / "left_out.txt").read_text().splitlines()
+        if gone := {*out} - {*names}:
+            raise pytest.UsageError(
+                f"left_out.txt lists tests that aren't there: {sorted(gone)[:3]}; "
+                "take their lines out"
+            )
+        kept -= {names[each] for each in out}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

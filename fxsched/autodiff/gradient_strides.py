@@ -62,5 +62,6 @@ def restrided(
 ) -> Tensor:
     """A copy of the value in strides `there`, whose gradient goes back in strides
     `back`; None: in those that it comes with."""
-    result: Tensor = _Restrided.apply(value, there, back)  # type: ignore[no-untyped-call]
+    restride: Any = _Restrided.apply
+    result: Tensor = restride(value, there, back)
     return result

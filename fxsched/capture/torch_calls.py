@@ -204,7 +204,8 @@ class TorchCalls(TorchFunctionMode):
         size: Any = batch.shape[0]
         if not isinstance(size, torch.SymInt) or not size.node.has_hint():
             return None
-        pin = Pin(size.node.expr, int(size.node.hint))
+        hint: Any = size.node.hint
+        pin = Pin(size.node.expr, int(hint))
         rows = tuple(batch.new_empty(batch.shape[1:]) for _ in range(pin.value))
         apart = _Rows(batch, rows)
         self.pins.append(pin)

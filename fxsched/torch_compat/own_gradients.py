@@ -43,13 +43,14 @@ def own_gradients(see: Callable[[str], None]) -> Iterator[None]:
         ENTER(hooks)
 
     own = "apply" in vars(Function)  # until torch 2.13
-    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    function: Any = Function
+    function.apply = classmethod(apply)
     saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
     try:
         yield
     finally:
         saved_tensors_hooks.__enter__ = ENTER  # type: ignore[method-assign]
         if own:
-            Function.apply = APPLY  # type: ignore[method-assign]
+            function.apply = APPLY
         else:
-            del Function.apply
+            del function.apply

@@ -234,7 +234,8 @@ class Processes:
                     f"rank {self.rank} is at {self.what}, rank {rank} at {what}; {SAME}"
                 )
         late = timedelta(seconds=self.limit + 4 * TICK)  # fxsched's errors say more
-        self._group = dist.new_group(backend="gloo", timeout=late)
+        group: Any = dist.new_group(backend="gloo", timeout=late)
+        self._group = group
         names = self.all(host_name())
         hosts: dict[object, list[int]] = {}
         for rank, name in enumerate(names):
