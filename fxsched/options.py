@@ -110,11 +110,11 @@ class Options:
         "never".
     input_from: the rank whose inputs all ranks use, at each call. The other ranks pass
         tensors of the same shapes and types.
-    batch_dims: along which dimension arguments have their samples, by name (x,
-        batch['x']) or position. A dimension may have several rows for each sample, one
-        after the other. None: the argument is not cut, and all microbatches get all of
-        it. All other arguments are cut along dimension 0, and must have the same length
-        there.
+    batch_dims: a dict from arguments, by name (x, batch['x']) or position, to the
+        dimension along which they have their samples. A dimension may have several rows
+        for each sample, one after the other. None instead of a dimension: the argument
+        is not cut, and all microbatches get all of it. All other arguments are cut
+        along dimension 0, and must have the same length there.
     ragged: what becomes of a batch that doesn't divide into the microbatches: "error";
         "fewer", the largest number of microbatches that divides it, so that they are
         equal and the loss stays the mean (with 4 microbatches, a batch of 6 runs as 3,
@@ -125,10 +125,11 @@ class Options:
         outputs; see LocalSampler. In one process both are the same.
     buffers: how to combine the values of several workers that run the F of a stage, for
         each buffer that F writes microbatch after microbatch (which happens with
-        several updates in a call, or if loss_reduction isn't "exact"), by its name:
+        several updates in a call, and with BatchNorm over microbatches), by its name:
         "mean", "sum" (of what each worker added) or "last" (the value after the last
-        microbatch). By default running statistics are averaged and counters summed. Any
-        other buffer needs this option, or one worker that runs the stage's F.
+        microbatch). By default running statistics are averaged and counters summed.
+        All other such buffers need an entry, or a schedule in which one worker runs F
+        of a stage for all microbatches, as in schedules.gpipe.
     outputs: how to combine the microbatches' values of an output without a row for each
         sample, by its key in what the model returns, its attribute, or its position:
         "mean", "sum", "max", "min" or "last". Each such output needs an entry, except

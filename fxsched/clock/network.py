@@ -89,8 +89,8 @@ class Network:
     hosts: the workers of each host, numbered from 0, as [[0, 1], [2, 3]].
     inside: the Rate between workers of one host; each pair of them has its own wire.
     between: the Rate between hosts. All messages that leave a host share its link out,
-        and all messages that arrive share its link in, max-min fairly; see
-        fxsched/clock/flows.py.
+        and all messages that arrive share its link in, in equal parts; what a message
+        can't use, the others get (max-min fairness; see fxsched/clock/flows.py).
     """
 
     hosts: Sequence[Sequence[int]]
