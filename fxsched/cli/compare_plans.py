@@ -81,8 +81,9 @@ def model_lineup(
     rows = [row.cells(time) for row in compared]
     width = tables.columns(tables.WIDE)
     table = tables.table(HEADERS.format(time.unit), rows, "lr", width, wrap=True)
-    workers, microbatches = numbers["workers"], numbers["microbatches"]
-    title = f"{workers} workers, {microbatches} microbatches, {model}"
+    counts = {row.plan.schedule.microbatches for row in compared}  # --ragged fewer
+    microbatches = " or ".join(map(str, sorted(counts)))
+    title = f"{numbers['workers']} workers, {microbatches} microbatches, {model}"
     meet = [MEET] * any("*" in row[1] for row in rows)
     said = tables.wrapped(lines, width)
     return "\n\n".join((title, table, *meet, said)).strip()

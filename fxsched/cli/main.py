@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,31 @@ class CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command; what cannot be done is an error of that command."""
+        given = [*ctx.args]
         try:
             return super().invoke(ctx)
         except PlanError as error:
             name = ctx.invoked_subcommand or ""
             called = click.Context(self.commands[name], ctx, name)
-            said = _in_its_words(str(error), called)
+            said = _in_its_words(str(error), called, given)
             raise click.UsageError(said, called) from error
 
 
-def _in_its_words(text: str, called: click.Context) -> str:
+def _in_its_words(text: str, called: click.Context, given: Sequence[str]) -> str:
     """An error's text, with the options that it names as they are typed:
     `search(workers=2)` and `backend(schedule, ragged='pad')` become `--workers 2` and
-    `--ragged pad`. A dict, which isn't typed so, stays."""
+    `--ragged pad`. A dict, which isn't typed so, stays; so does what a schedule's file
+    says, which the user changes there.
+
+    given: the words after the command.
+    """
     flags: dict[str, str] = {}
     for option in called.command.get_params(called):
         if isinstance(option, click.Option) and option.name:
             flags.setdefault(option.name.removeprefix("plan_"), option.opts[0])
+    for word, value in pairwise(given):
+        if word == "--schedule" and (":" in value or value.endswith(".json")):
+            flags.pop("microbatches", None)
     value = r"""(?:'[^'{]*'|[\w.+-]*(?![\w.+'"{\[(-]))"""
     given = rf"\b(?:{'|'.join(flags)})={value}"
 
