@@ -148,19 +148,21 @@ class _Planner:
         return min(close, key=lambda c: (c.stages, c.seconds))
 
     def _counts(self, most: int) -> list[int]:
-        """Multiples of the workers, as far as w and n know so many stages; one, the
-        least from FLAT on, where w does not look at the stage."""
+        """Multiples of the workers, as far as w and n know so many stages. Where each
+        microbatch is computed on one worker: the least of these from FLAT on; or FLAT,
+        if weights aren't placed by stage either."""
         workers = self.schedule.workers
         if not self.schedule.is_open:
-            places = {
-                tuple(
-                    self.schedule.place(Job(s, b, Direction.FORWARD)).compute
-                    for b in range(self.schedule.microbatches)
-                )
+            every = range(self.schedule.microbatches)
+            places = [
+                [self.schedule.place(Job(s, b, Direction.FORWARD)) for b in every]
                 for s in range(workers)
-            }
-            if len(places) == 1:
+            ]
+            computes = {tuple(each.compute for each in stage) for stage in places}
+            if len(computes) == 1:
                 one, several = min(workers, most), workers * -(-FLAT // workers)
+                if all(stage == places[0] for stage in places):
+                    several = FLAT
                 several = min(several, most) if workers > 1 else one
                 return [max(several if self._knows(several) else one, 1)]
         largest = min(max(LOOPS * workers, LOOPED), most)

@@ -86,7 +86,7 @@ class Race:
             ),
         }
         for name, stages in (
-            *(("ddp", BLOCKS), ("fsdp", BLOCKS), ("1f1b", self.workers)),
+            *(("ddp", options.ddp_stages), ("fsdp", BLOCKS), ("1f1b", self.workers)),
             *(("gpipe", self.workers), ("zb_h1", self.workers)),
             ("interleaved", 2 * self.workers),
         ):
