@@ -57,7 +57,13 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
                 edges.append(Hyperedge(i, readers, there, there * gradient))
             if node.target is BOUNDARY:
                 apart |= {(i, reader) for reader in readers}
-    return Problem(tuple(units), tuple(edges), rounds=0.0, apart=frozenset(apart))
+    return Problem(
+        tuple(units),
+        tuple(edges),
+        rounds=0.0,
+        apart=frozenset(apart),
+        in_ring=request.sums_in_ring,
+    )
 
 
 def in_shards(problem: Problem, shards: int) -> Problem:

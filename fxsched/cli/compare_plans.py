@@ -62,7 +62,8 @@ def model_lineup(
     # what is wrong for all schedules is said at once
     planned = planned_options(options)
     alone = {k: v for k, v in planned.items() if k not in ("network", "stages")}
-    _plan(case, Schedule(1, numbers["microbatches"], 1), alone)
+    whole = _plan(case, Schedule(1, numbers["microbatches"], 1), alone)
+    numbers["microbatches"] = whole.schedule.microbatches  # fewer with --ragged fewer
     compared: list[ComparedPlan] = []
     refused = Refused()
     with Progress("comparison") as progress:
@@ -81,9 +82,8 @@ def model_lineup(
     rows = [row.cells(time) for row in compared]
     width = tables.columns(tables.WIDE)
     table = tables.table(HEADERS.format(time.unit), rows, "lr", width, wrap=True)
-    counts = {row.plan.schedule.microbatches for row in compared}  # --ragged fewer
-    microbatches = " or ".join(map(str, sorted(counts)))
-    title = f"{numbers['workers']} workers, {microbatches} microbatches, {model}"
+    workers, microbatches = numbers["workers"], numbers["microbatches"]
+    title = f"{workers} workers, {microbatches} microbatches, {model}"
     meet = [MEET] * any("*" in row[1] for row in rows)
     said = tables.wrapped(lines, width)
     return "\n\n".join((title, table, *meet, said)).strip()

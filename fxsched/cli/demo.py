@@ -27,7 +27,7 @@ from ..models.two_tower import TwoTower
 from ..params.full_state import full_state_dict
 from ..params.released import is_given_up
 from ..plans.plan import Plan
-from ..progress import ROWS, WIDTH, Progress
+from ..progress import WIDTH, Progress
 from ..transport import processes, world
 from .demo_task import SEED, Task, accuracies, adamw, check
 from .simulate_options import terminal_text
@@ -157,18 +157,13 @@ def run_training(task: Task) -> None:
     """An ordinary training loop, of the calls that are left."""
     every = -(-task.calls // (LOSSES - 1))
     losses: list[str] = []
-    # None: no bar where stderr is no terminal, but lines
-    hidden = None if speaks() else True
-    calls = range(task.calls - task.done)
-    bar = tqdm(calls, "train", disable=hidden, ncols=WIDTH, nrows=ROWS)
-    for _ in bar:
-        loss = task.train(task.batches.draw())
-        bar.set_postfix(loss=f"{loss:.4f}")
-        if task.done in (1, task.calls) or task.done % every == 0:
-            step = f"step {task.done * task.updates}"
-            losses.append(f"{loss:.6f} at {step if not losses else step[5:]}")
-            if bar.disable and speaks():
-                print(f"train: {step}, loss {loss:.4f}", file=sys.stderr, flush=True)
+    with Progress("training") as progress:
+        while task.done < task.calls:
+            loss = task.train(task.batches.draw())
+            progress.at(f"loss {loss:.4f}, step", task.done, task.calls)
+            if task.done in (1, task.calls) or task.done % every == 0:
+                step = f"step {task.done * task.updates}"
+                losses.append(f"{loss:.6f} at {step if not losses else step[5:]}")
     say(f"loss: {', '.join(losses)}")
 
 

@@ -23,6 +23,7 @@ from . import (
     network_command,
     stability_command,
 )
+from .plan_options import names_model
 
 
 class CommandGroup(click.Group):
@@ -39,7 +40,9 @@ class CommandGroup(click.Group):
             return super().invoke(ctx)
         except PlanError as error:
             name = ctx.invoked_subcommand or ""
-            called = click.Context(self.commands[name], ctx, name)
+            called = click.Context(
+                self.commands[name], ctx, name, obj=names_model(given)
+            )
             said = _in_its_words(str(error), called, given)
             raise click.UsageError(said, called) from error
 

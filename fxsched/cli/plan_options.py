@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
@@ -33,7 +33,7 @@ class ModelCommand(PlanCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the arguments of the command."""
-        ctx.obj = any(each.partition("=")[0] == "--model" for each in args)
+        ctx.obj = names_model(args)
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -41,6 +41,11 @@ class ModelCommand(PlanCommand):
         return (
             super().get_params(ctx) if ctx.obj else click.Command.get_params(self, ctx)
         )
+
+
+def names_model(args: Sequence[str]) -> bool:
+    """Whether a command line has --model."""
+    return any(each.partition("=")[0] == "--model" for each in args)
 
 
 def planned_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class Problem:
     rounds: jobs of one direction that the busiest worker runs, less one.
     floor: seconds up to which no stage counts as slow, since others share its worker.
     apart: pairs of units that may not share a stage.
+    in_ring: whether gradients are added up around a ring of workers.
     limit: bytes that a stage may take, in_flight[k] times what is held, its weights and
         what the optimizer keeps of them, for the k-th stage; None for no limit.
     """
@@ -76,6 +77,7 @@ class Problem:
     rounds: float
     floor: float = 0.0
     apart: frozenset[tuple[int, int]] = frozenset()
+    in_ring: bool = False
     limit: float | None = None
     in_flight: tuple[int, ...] = ()
 

@@ -37,6 +37,9 @@ LOOPS, LOOPED = 2, 8
 # As many where w does not look at the stage: the gradients of one are summed while the
 # next runs, and weights that are kept elsewhere come stage by stage.
 FLAT = 8
+# But messages of a sum around a ring of workers are to have so many bytes: each takes
+# time from the cores of all.
+PIECE = 1 << 20
 # Jobs to simulate while units are moved between stages.
 SIMULATED = 5_000
 # So many of the best cuts with several stages a worker are improved.
@@ -149,8 +152,8 @@ class _Planner:
 
     def _counts(self, most: int) -> list[int]:
         """Multiples of the workers, as far as w and n know so many stages. Where each
-        microbatch is computed on one worker: the least of these from FLAT on; or FLAT,
-        if weights aren't placed by stage either."""
+        microbatch is computed on one worker: the least of these from FLAT on; or FLAT
+        or fewer, if weights aren't placed by stage either."""
         workers = self.schedule.workers
         if not self.schedule.is_open:
             every = range(self.schedule.microbatches)
@@ -162,12 +165,20 @@ class _Planner:
             if len(computes) == 1:
                 one, several = min(workers, most), workers * -(-FLAT // workers)
                 if all(stage == places[0] for stage in places):
-                    several = FLAT
+                    several = self._buckets
                 several = min(several, most) if workers > 1 else one
                 return [max(several if self._knows(several) else one, 1)]
         largest = min(max(LOOPS * workers, LOOPED), most)
         loops = list(range(workers, largest + 1, workers)) or [max(most, 1)]
         return [count for count in loops if count == loops[0] or self._knows(count)]
+
+    @property
+    def _buckets(self) -> int:
+        """In how many stages gradients are added up that all workers want."""
+        if not self.problem.in_ring:
+            return FLAT
+        size = sum(unit.gradients for unit in self.problem.units)
+        return max(2, min(FLAT, int(size / self.schedule.workers / PIECE)))
 
     def _knows(self, count: int) -> bool:
         """Whether w and n, which may be tables, have entries for so many stages."""

@@ -105,7 +105,7 @@ def search(
             prefetch = given if prefetch is None else prefetch
         limit = inf if memory_limit is None else memory_limit
         rules = (limit, transfer, objective, split_backward, prefetch, kept)
-        goal = Goal(workers, microbatches, *rules)
+        goal = Goal(workers, costs.microbatches or microbatches, *rules)
         comparison = Comparison(costs, goal, progress.at)
         comparison.run(Random(seed), effort * JOBS)
         comparison.plan()
@@ -239,12 +239,14 @@ class _Subject:
             except PlanError as error:
                 refused = refused or error  # such as more stages than it has parts
                 continue
-            graphs[len(plan.stages)], network = plan.stages, plan.network
+            graphs[len(plan.stages)], last = plan.stages, plan
         if not graphs:
             assert refused is not None
             raise refused
         costs = Costs(graphs, bytes=True, edges=True, unit="s", plan=self.plan)
-        return costs._replace(network=network)
+        return costs._replace(
+            network=last.network, microbatches=last.schedule.microbatches
+        )
 
     def plan(self, schedule: Schedule) -> Plan:
         return plan(self.subject, schedule, *self.args, **self.kwargs)

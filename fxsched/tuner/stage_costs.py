@@ -28,6 +28,8 @@ class Costs(NamedTuple):
     plan: plans a model by a schedule, if the stages are estimates for one. open:
         whether the planner may choose another number of stages.
     network: what messages go through, where plans say it.
+    microbatches: how many a plan of the model has: with ragged="fewer" not those that
+        were asked for.
     """
 
     graphs: dict[int, nx.DiGraph[int]]
@@ -37,6 +39,7 @@ class Costs(NamedTuple):
     plan: Callable[[Schedule], Plan] | None = None
     open: bool = True
     network: Wires | None = None
+    microbatches: int | None = None
 
 
 def counts(stages: int | Sequence[int] | None, workers: int, jobs: int) -> list[int]:

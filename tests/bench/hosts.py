@@ -33,7 +33,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     kinds = "KIND=TYPE", "of fxsched's contestants, such as gradients=int8 (none)"
     add("--encode", nargs="+", default=[], metavar=kinds[0], help=kinds[1])
     add("--sums", default="auto", metavar="HOW", help="of fxsched's contestants (auto)")
-    add("--ddp-stages", type=int, default=8, help="stages of ddp (8)")
     parser.set_defaults(run=run, workers=0)
 
 

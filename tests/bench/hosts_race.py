@@ -86,7 +86,7 @@ class Race:
             ),
         }
         for name, stages in (
-            *(("ddp", options.ddp_stages), ("fsdp", BLOCKS), ("1f1b", self.workers)),
+            *(("ddp", 0), ("fsdp", BLOCKS), ("1f1b", self.workers)),
             *(("gpipe", self.workers), ("zb_h1", self.workers)),
             ("interleaved", 2 * self.workers),
         ):
@@ -96,12 +96,13 @@ class Race:
         self.times = _block_times(self.seconds)
 
     def ours(self, name: str, stages: int) -> Contestant:
+        """stages: how many of equally many blocks; 0 for fxsched's own cut."""
         model = Chain(self.seconds)
-        names = [f"blocks.{BLOCKS * s // stages}" for s in range(1, stages)]
+        cuts = [f"blocks.{BLOCKS * s // stages}" for s in range(1, stages)]
         schedule = schedules.LIBRARY[name](self.workers, self.count)
         given: Any = {"prefetch": self.prefetch, "encode": self.encode}
         given["sums"] = self.sums
-        backend = fxsched.backend(schedule, names, **given)
+        backend = fxsched.backend(schedule, cuts if stages else "auto", **given)
         self.backends[name] = backend
         step: Any = torch.compile(model, backend=backend)
         return Contestant(name, model, lambda: step(self.x).backward())

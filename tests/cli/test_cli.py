@@ -136,14 +136,6 @@ def test_differs_from_eager_by_rounding_only(
     assert max(map(float, found[0])) < 1e-5
 
 
-@pytest.mark.slow
-def test_training_says_how_far_it_is_without_a_terminal(
-    printed: dict[str, str],
-) -> None:
-    steps = re.findall(r"train: step (\d), loss [\d.]+\n", printed["errors"])
-    assert steps == ["1", "2"]
-
-
 def test_lines_of_the_demo_are_written_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxsched
-from fxsched import PlanError, Schedule, schedules
+from fxsched import Network, PlanError, Rate, Schedule, schedules
 from fxsched.clock.stage_graph import run_stages, worker_bytes
 from fxsched.ir.request import Request
 from fxsched.models.gpt import GPT, GPTConfig
@@ -403,6 +403,16 @@ def test_stages_that_w_does_not_look_at_are_several(workers: int, stages: int) -
     schedule = replace(schedule, n=lambda s, b, d: known[s])
     plan = fxsched.plan(Wide(12), schedule, torch.ones(24, 512))
     assert len(plan.stages) == workers
+
+
+def test_stages_of_sums_around_a_ring_are_large() -> None:
+    """Of 12 MiB, a worker of 4 sends 1 MiB of each sum at a time."""
+    network = Network([[0], [1], [2], [3]], Rate(1e9), Rate(25e6))
+    schedule, x = schedules.ddp(4), torch.ones(24, 512)
+    plan = fxsched.plan(Wide(12), schedule, x, network=network)
+    assert len(plan.stages) == 3
+    plan = fxsched.plan(Wide(12), schedule, x, network=network, sums="pieces")
+    assert len(plan.stages) == 8
 
 
 @pytest.mark.slow
