@@ -43,7 +43,7 @@ from .runtime.step import Step
 from .runtime.step_key import step_key
 from .runtime.workers import Workers, workers_of
 from .torch_compat.tracebacks import quiet_fakes, shortened
-from .transport.world import own_rank
+from .transport.world import IN_PROCESS, own_rank
 from .transport.wrappers import refuse_outer_ddp, refuse_wrappers
 
 PLANS = 64  # that a backend keeps
@@ -128,7 +128,7 @@ class Backend:
 
         On ranks, a module without its parameters then raises an error if it is called.
         """
-        ranks = self.options.transport != "threads" and own_rank() is not None
+        ranks = self.options.transport not in IN_PROCESS and own_rank() is not None
         for value in values:
             refuse_wrappers(value)
             if ranks and isinstance(value, nn.Module):

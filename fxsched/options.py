@@ -69,9 +69,10 @@ class Options:
     stages: "auto", or names of modules, each of which starts a new stage.
     transport: "threads" (workers are threads of this process), "distributed" (each
         worker is a rank; ranks of one host pass values through shared memory), "gloo"
-        (each worker is a rank, and all values go through the process group), or None:
-        "distributed" if there is a process group or torchrun started this process, else
-        "threads".
+        (each worker is a rank, and all values go through the process group), "strict"
+        (threads that send by NCCL's rules; what would hang on GPUs is an error), or
+        None: "distributed" if there is a process group or torchrun started this
+        process, else "threads".
     order: "static" (each worker runs its program as planned; schedules with
         in_order=True always do) or "dynamic" (of the jobs that are ready, a worker runs
         the one with the smallest n).
@@ -326,6 +327,11 @@ def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
     )
     weighted, exact = (options.loss_reduction == word for word in ("weighted", "exact"))
     whole = options.ragged != "error" or rank is not None or weighted
+    yield (
+        options.transport == "strict" and options.order == "dynamic",
+        "backend(transport='strict', order='dynamic'): messages are matched by their "
+        "order, which must be that of the plan; leave order= out",
+    )
     yield (
         options.sums in ("pieces", "ring") and options.deterministic,
         f"backend(sums={options.sums!r}) doesn't go with deterministic=True, where "

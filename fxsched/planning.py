@@ -169,14 +169,16 @@ def _request(
         cuts={i: record.parts.place for i, record in known if record.parts},
         updaters={i: u for i, u in updaters.items() if u is not None},
         readers=workers.readers if workers else None,
-        **(_between_ranks(workers, request) if isinstance(workers, Ranks) else {}),
+        **_between(workers, request),
     )
 
 
-def _between_ranks(ranks: Ranks, request: Request) -> dict[str, Any]:
-    """The hosts of the ranks, if the user doesn't say them, and how values go inside of
+def _between(workers: Workers | None, request: Request) -> dict[str, Any]:
+    """How values go between workers, and the hosts of ranks, if the user doesn't say
     them."""
-    processes = ranks.processes
+    if not isinstance(workers, Ranks):
+        return {"ordered": workers is not None and workers.ordered}
+    processes = workers.processes
     hosts = request.hosts or processes.hosts
     return {"hosts": hosts, "gloo": not processes.near}
 
@@ -401,6 +403,7 @@ def _programs(
             options.record,
             request.ahead,
             options.recorder is not None,
+            request.ordered,
         )
         for worker in workers.here
     }

@@ -28,7 +28,7 @@ StageCompiler = Literal["eager", "inductor"]
 Ragged = Literal["error", "fewer", "pad"]
 PassedRows = Literal["all", "local"]
 Sums = Literal["auto", "messages", "pieces", "ring"]
-Transport = Literal["threads", "distributed", "gloo"]
+Transport = Literal["threads", "distributed", "gloo", "strict"]
 CheckInputs = Literal["first", "always", "never"]
 BufferReduction = Literal["mean", "sum", "last"]
 CutWord = Literal["column", "row", "expert", "sequence"]
@@ -60,7 +60,8 @@ class Request:
         it, by position, where schedule.average_every makes replicas.
     state_bytes: of the optimizer's state of these, by position; {} where not known.
     hosts: the workers of each host; () for one host. gloo: whether values go through
-        the process group within a host, too.
+        the process group within a host, too. ordered: whether the messages from one
+        worker to another are matched by their order, as those of NCCL are.
     network: what messages go through, if the user says it; of a Network, its hosts are
         the `hosts`.
     Other fields are the options of fxsched.backend, checked.
@@ -102,6 +103,7 @@ class Request:
     sums: Sums = "auto"
     hosts: tuple[tuple[int, ...], ...] = ()
     gloo: bool = False
+    ordered: bool = False
     network: Wires | None = None
 
     @cached_property

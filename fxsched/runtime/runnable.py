@@ -28,6 +28,7 @@ class Runnable:
     record: whether its runs note when each job started and ended.
     prefetch: for how many tasks ahead it asks for weights.
     flight: whether runs have a record of jobs and messages.
+    ordered: see Straight; of order "static" only.
     """
 
     def __init__(
@@ -37,10 +38,14 @@ class Runnable:
         record: bool = False,
         prefetch: int = 1,
         flight: bool = False,
+        ordered: bool = False,
     ) -> None:
         self.program, self.flight = TaskProgram(gm), flight
-        kind = Straight if order == "static" else TaskFunctions
-        self.code = kind(self.program, record or flight, prefetch)
+        self.code: Straight | TaskFunctions
+        if order == "static":
+            self.code = Straight(self.program, record or flight, prefetch, ordered)
+        else:
+            self.code = TaskFunctions(self.program, record or flight, prefetch)
 
     def begin(self, worker: int, inputs: dict[str, Any], endpoint: Endpoint) -> Run:
         """A step of the program, from the inputs of its graph by name."""

@@ -27,14 +27,22 @@ class Straight:
     the end what the program gives there.
 
     prefetch: for how many tasks ahead weights are asked for.
+    ordered: whether sends and receives stay where they stand in the program.
     lanes: the lanes beside the program that it needs, by number.
     run(given, send, expect, take, log, *lanes): given has the inputs by name; log(job,
     start, end) is called after each job, if `record`, and a profiler gets its name;
     a lane is Lane.call of one: lane(task, function, *args).
     """
 
-    def __init__(self, program: TaskProgram, record: bool, prefetch: int = 1) -> None:
+    def __init__(
+        self,
+        program: TaskProgram,
+        record: bool,
+        prefetch: int = 1,
+        ordered: bool = False,
+    ) -> None:
         self.program, self.record, self.prefetch = program, record, prefetch
+        self.ordered, self.stood = ordered, 0  # receives that stand before this place
         self.source = PythonSource(program.gm)
         self.env: dict[fx.Node, Expression] = {}
         self.nodes = list(program.gm.graph.nodes)
@@ -64,9 +72,13 @@ class Straight:
 
     def _phase(self, number: int, tasks: Sequence[Task]) -> None:
         source = self.source
-        self._ask(number, self.used + self.prefetch)
-        for task in self._served_early(tasks):
+        if not self.ordered:
+            self._ask(number, self.used + self.prefetch)
+        for task in tasks if self.ordered else self._served_early(tasks):
             source.task = task.name
+            if self.ordered:
+                self._run(number, task)
+                continue
             for tag in task.posts:
                 if tag in self.by_tag:  # which a pass of the user's may have dropped
                     self._expect(self.by_tag[tag])
@@ -82,19 +94,39 @@ class Straight:
                     self._ask(number, self.used + self.prefetch)
                 if slot not in self.taken:
                     self._take(receive)
-            timed = self.record and task.job is not None
-            if timed:
-                source.line(f"ranged = open_range({str(task.job)!r})")
-                source.line("began = clock()")
-            for node in task.nodes:
-                self._node(number, node)
-            if timed:
-                source.line(f"log({source.name(task.job)}, began, clock())")
-                source.line("close_range(ranged)")
+            self._run(number, task)
         if number == len(self.program.phases) - 1:
             self._finish(number)
             end = self._results(result(self.program.gm))
             source.line(f"yield {end}")
+
+    def _post(self, node: fx.Node) -> None:
+        """Posts the receives that stand before a node, and takes what it reads."""
+        receives, slots = self.program.receives, self.program.slots
+        for receive in receives[self.stood :]:
+            if receive.slot > slots[node]:
+                break
+            self._expect(receive)
+            self.stood += 1
+        for read in node.all_input_nodes:
+            found = self.program.receive_at.get(slots[read])
+            if found is not None and found.slot not in self.taken:
+                self._take(found)
+
+    def _run(self, number: int, task: Task) -> None:
+        source, timed = self.source, self.record and task.job is not None
+        for node in task.nodes[: self.ordered]:
+            self._post(node)
+        if timed:
+            source.line(f"ranged = open_range({str(task.job)!r})")
+            source.line("began = clock()")
+        for node in task.nodes:
+            if self.ordered:
+                self._post(node)
+            self._node(number, node)
+        if timed:
+            source.line(f"log({source.name(task.job)}, began, clock())")
+            source.line("close_range(ranged)")
 
     def _served_early(self, tasks: Sequence[Task]) -> list[Task]:
         """Sends of weights that are there from the start come SERVED jobs earlier, so

@@ -18,6 +18,7 @@ from ..params.lazy import make_all
 from ..params.released import is_given_up
 from ..plans.plan import Plan
 from ..transport.endpoints import Aborted, Exchange, ThreadEndpoint
+from ..transport.strict import StrictEndpoint, StrictExchange
 from .run import Run
 from .runnable import Runnable
 
@@ -28,17 +29,21 @@ THREADS = 4096  # workers of one process
 
 
 class Threads:
-    """All workers as threads of this process, which share its parameters."""
+    """All workers as threads of this process, which share its parameters.
+
+    ordered: whether messages are matched by their order, as between GPUs.
+    """
 
     readers: tuple[int, ...] | None = (0,)
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, ordered: bool = False) -> None:
         if workers > THREADS:
             raise PlanError(
                 f"a process runs at most {THREADS:,} workers as threads, and the "
                 f"schedule has {workers:,}; fxsched.plan and fxsched.simulate take more"
             )
         self.here: Sequence[int] = range(workers)
+        self.ordered = ordered
         self.closed = False
         self.busy = threading.Lock()  # runs that share the threads take turns
         share = max(1, torch.get_num_threads() // workers)
@@ -87,10 +92,10 @@ class Threads:
 
     def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
         """A run of each worker's program, begun."""
-        exchange = Exchange()
+        exchange = StrictExchange(len(programs)) if self.ordered else Exchange()
         return [
             each.begin(
-                worker, inputs(worker, each.program.gm), ThreadEndpoint(exchange)
+                worker, inputs(worker, each.program.gm), exchange.endpoint(worker)
             )
             for worker, each in programs.items()
         ]
@@ -111,7 +116,7 @@ class Threads:
                 "after backward()"
             )
         endpoint = runs[0].endpoint
-        assert isinstance(endpoint, ThreadEndpoint)
+        assert isinstance(endpoint, (ThreadEndpoint, StrictEndpoint))
         exchange = endpoint.exchange
         with self.busy:
             futures = [self.pool.submit(guarded, run) for run in runs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..ir.request import Transport
-from ..transport.world import choose
+from ..transport.world import IN_PROCESS, choose
 from .ranks import Ranks
 from .threads import Threads
 
@@ -18,6 +18,6 @@ def workers_of(
     Raises PlanError if there are not so many.
     """
     kind = choose(transport, count)
-    if kind == "threads":
-        return Threads(count)
+    if kind in IN_PROCESS:
+        return Threads(count, ordered=kind == "strict")
     return Ranks(count, kind == "distributed", timeout)

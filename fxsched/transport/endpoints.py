@@ -59,6 +59,10 @@ class Exchange:
         self.failed = False
         self.queues: list[queue.SimpleQueue[int]] = []
 
+    def endpoint(self, worker: int) -> Endpoint:
+        """What a worker sends and takes through."""
+        return ThreadEndpoint(self)
+
     def abort(self) -> None:
         """Wakes every worker that waits, to raise Aborted."""
         with self.changed:

@@ -91,9 +91,12 @@ def started_by_torchrun() -> bool:
     return dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= set(os.environ)
 
 
+IN_PROCESS = ("threads", "strict")  # transports without other processes
+
+
 def choose(transport: Transport | None, workers: int) -> Transport:
     """The transport to take. Raises PlanError if the world has another size."""
-    if transport == "threads":
+    if transport in IN_PROCESS:
         return transport
     if dist.is_initialized():
         check_world(workers, dist.get_world_size())

@@ -397,6 +397,7 @@ class _SumByHosts:
         task, place = f"add {name.replace('_', ' ')}", max(map(self._place, parts))
         where, specs = (worker, task, self.n), self.sums.step.specs(parts[0])[0]
         lane = 1 + any(part in self.made for part in parts)  # of hosts, and of all
+        lane *= not self.sums.request.ordered  # where one thread sends
         new = Op(*where, ops.reduce, args, specs, name, aside=lane)
         self.made[new] = place
         return self.sums.put(new, place)

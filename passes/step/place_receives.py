@@ -25,9 +25,10 @@ def place_receives(step: Step, request: Request) -> Step:
     in the order of lines. Messages between workers that share memory need no buffer:
     these receives are posted where they are read, as are all that step.posts doesn't
     name. So are weights, which route_values asks for ahead.
+    With request.ordered, all receives are posted where they stand.
     """
     posts: dict[Op, list[Message]] = {}
-    if request.apart:
+    if request.apart and not request.ordered:
         for worker, phases in enumerate(_phases(step)):
             for lines in phases:
                 _post(posts, lines, worker, request)

@@ -1,0 +1,178 @@
+"""Transfers between threads of one process by the rules of NCCL.
+
+A message has no tag: the k-th send from one worker to another meets the k-th receive
+that the other has posted, and neither is done before both have come. A worker's sends
+and receives wait in a few queues, as kernels do in the hardware queues of a GPU: only
+the first of a queue can be done. What would hang on GPUs, or be taken for another
+message, is an error here.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .endpoints import Aborted, Exchange, Where
+from .wire_format import Parcel
+
+QUEUES = 8  # of a worker, as CUDA_DEVICE_MAX_CONNECTIONS is by default
+UNDER_WAY = 1024  # of a worker's transfers; the next send or receive waits
+
+
+class TransferError(RuntimeError):
+    """Messages that would hang or be mispaired on GPUs."""
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """A send or a receive: its worker, the edge's ends and, of a send, the value."""
+
+    worker: int
+    edge: tuple[int, int]
+    tag: int
+    value: Any = None
+    done: bool = False
+
+    @property
+    def peer(self) -> int:
+        return self.edge[self.worker == self.edge[0]]
+
+
+class StrictExchange(Exchange):
+    """What workers of one run send each other. queues: how many each worker has."""
+
+    def __init__(self, workers: int, queues: int | None = None) -> None:
+        super().__init__()
+        self.workers, self.count = workers, queues or QUEUES
+        self.running = {*range(workers)}
+        self.waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        self.queued: dict[tuple[int, int], deque[_Transfer]] = {}
+        self.number: dict[tuple[int, tuple[int, int]], int] = {}  # of an edge's queue
+        self.under_way = [0] * workers
+        self.error: TransferError | None = None
+
+    def endpoint(self, worker: int) -> StrictEndpoint:
+        """What a worker sends and takes through."""
+        return StrictEndpoint(self, worker)
+
+    def post(self, transfer: _Transfer) -> None:
+        """Begins a send or a receive."""
+        worker = transfer.worker
+        few = lambda: self.under_way[worker] < UNDER_WAY  # noqa: E731
+        with self.changed:
+            self.wait(worker, few, "room for one more send or receive")
+            self.under_way[worker] += 1
+            self._queue(worker, transfer.edge).append(transfer)
+            self._go_on(transfer)
+
+    def _queue(self, worker: int, edge: tuple[int, int]) -> deque[_Transfer]:
+        edges = sum(own == worker for own, _ in self.number)
+        number = self.number.setdefault((worker, edge), edges % self.count)
+        return self.queued.setdefault((worker, number), deque())
+
+    def _go_on(self, transfer: _Transfer) -> None:
+        """Does this transfer and those behind it that can be done."""
+        firsts = [transfer]
+        while firsts:
+            own = firsts.pop()
+            mine = self._queue(own.worker, own.edge)
+            its = self._queue(own.peer, own.edge)
+            if not mine or mine[0] is not own or not its or its[0].edge != own.edge:
+                continue
+            other = its[0]
+            if other.tag != own.tag:
+                self._fail(_mispaired(own, other))
+                return
+            for each, line in ((own, mine), (other, its)):
+                line.popleft()
+                each.done = True
+                self.under_way[each.worker] -= 1
+                firsts += [*line][:1]
+            own.value = other.value = own.value if other.value is None else other.value
+            self.changed.notify_all()
+
+    def wait(self, worker: int, until: Callable[[], bool], what: str) -> None:
+        """Waits, with the lock. Raises TransferError if nobody can go on."""
+        self.waiting[worker] = until, what
+        try:
+            while not until():
+                self.look()
+                if self.error is not None:
+                    raise self.error
+                if self.failed:
+                    raise Aborted
+                self.changed.wait()
+        finally:
+            del self.waiting[worker]
+
+    def look(self) -> None:
+        """Fails if all workers that run wait in vain."""
+        stuck = self.running and self.running <= self.waiting.keys()
+        if stuck and not any(until() for until, _ in self.waiting.values()):
+            waits = (f"worker {w} waits for {self.waiting[w][1]}" for w in self.running)
+            self._fail(f"no worker can go on: {'; '.join(waits)}")
+
+    def _fail(self, text: str) -> None:
+        self.error = self.error or TransferError(f"transport='strict': {text}")
+        self.changed.notify_all()
+
+    def ended(self, worker: int) -> None:
+        """Says that a worker has run up to its pause or end."""
+        with self.changed:
+            self.running.discard(worker)
+            if self.running:
+                self.look()
+            else:
+                self.running = {*range(self.workers)}
+
+
+class StrictEndpoint:
+    """An endpoint of a worker; see Endpoint. It is used from one thread."""
+
+    def __init__(self, exchange: StrictExchange, worker: int) -> None:
+        self.exchange, self.worker = exchange, worker
+        self.coming: dict[int, _Transfer] = {}
+
+    def send(self, value: Any, parcel: Parcel) -> None:
+        edge = self.worker, parcel.peer
+        self.exchange.post(_Transfer(self.worker, edge, parcel.tag, value))
+
+    def expect(self, parcel: Parcel) -> None:
+        edge = parcel.peer, self.worker
+        self.coming[parcel.tag] = new = _Transfer(self.worker, edge, parcel.tag)
+        self.exchange.post(new)
+
+    def take(self, parcel: Parcel) -> Any:
+        receive = self.coming.pop(parcel.tag)
+        what = f"message {parcel.tag} of worker {parcel.peer}"
+        with self.exchange.changed:
+            self.exchange.wait(self.worker, lambda: receive.done, what)
+        return receive.value
+
+    def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None:
+        raise NotImplementedError("order='dynamic'")
+
+    def next(self, arrived: queue.SimpleQueue[int], where: Where) -> int:
+        raise NotImplementedError("order='dynamic'")
+
+    def finish(self) -> None:
+        self.exchange.ended(self.worker)
+
+    def share(self) -> None:
+        raise NotImplementedError("work beside the jobs")
+
+    def fail(self, error: BaseException) -> None:
+        self.exchange.abort()
+
+
+def _mispaired(one: _Transfer, other: _Transfer) -> str:
+    send, receive = sorted((one, other), key=lambda each: each.worker != each.edge[0])
+    source, to = send.edge
+    return (
+        f"worker {source} sends message {send.tag} to worker {to}, which has posted "
+        f"the receive of message {receive.tag} for it; sends and receives of two "
+        "workers must be in the same order"
+    )
