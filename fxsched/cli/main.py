@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import pairwise
@@ -79,6 +80,7 @@ HELP = """Simulate, compare and plan schedules of parallel training.
 fxsched COMMAND --help lists the options of a command, as in fxsched simulate --help.
 """
 
+PATIENCE = 2.0  # seconds before it is said
 SETTINGS = {"show_default": True, "max_content_width": 88}
 
 VERSIONS = (
@@ -107,6 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Exits with code 2 and one line for what cannot be done, 130 for Ctrl-C, and
     quietly with code 1 where what reads the output has gone.
     """
+    waits = threading.Timer(PATIENCE, say_import)
+    waits.daemon = True
+    waits.start()
     program = "fxsched"
     if Path(sys.argv[0]).stem != program:
         program = "python -m fxsched"
@@ -132,5 +137,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # the interpreter flushes once more as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    finally:
+        waits.cancel()
     if code:
         sys.exit(code)
+
+
+def say_import() -> None:
+    """Says on stderr that PyTorch is being imported, if it is: what is planned says
+    itself how far it is."""
+    imported = "fxsched.planning" in sys.modules
+    if "torch" in sys.modules and not imported and os.environ.get("RANK", "0") == "0":
+        print("fxsched: importing PyTorch", file=sys.stderr, flush=True)

@@ -403,6 +403,39 @@ def test_search_prints_what_it_compared_and_the_best(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", ["compare --schedules 1f1b,gpipe", "search"])
+def test_fewer_microbatches_are_those_that_are_compared(
+    command: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """4 divide the batch of 8, as 6 don't."""
+    command += " --model model.py:make --workers 2 --microbatches 6"
+    command += " --effort 0.01 --no-text" * command.startswith("search")
+    says = refusal(command, capsys)
+    assert "or take --microbatches 4" in says and "--ragged fewer runs it" in says
+    text = output(f"{command} --ragged fewer", capsys)
+    assert "2 workers, 4 microbatches" in text and "6 microbatches" not in text
+
+
+@pytest.mark.slow
+def test_a_schedule_of_a_file_is_changed_in_the_file(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedules.gpipe(2, 6).save("own.json")
+    says = refusal("plan model.py:make --schedule own.json", capsys)
+    assert "or take Schedule(microbatches=4)" in says and "--ragged fewer" in says
+
+
+def test_importing_torch_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.say_import()
+    assert capsys.readouterr().err == ""
+    monkeypatch.delitem(sys.modules, "fxsched.planning")
+    cli.say_import()
+    assert capsys.readouterr().err == "fxsched: importing PyTorch\n"
+
+
+@pytest.mark.slow
 def test_search_for_a_model_ends_with_its_plan(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
