@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Generator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -71,14 +72,17 @@ class Straight:
         self.file, self.run = compiled("program", head, lines, names)
 
     def _phase(self, number: int, tasks: Sequence[Task]) -> None:
+        (self._in_order if self.ordered else self._by_task)(number, tasks)
+        if number == len(self.program.phases) - 1:
+            self._finish(number)
+            end = self._results(result(self.program.gm))
+            self.source.line(f"yield {end}")
+
+    def _by_task(self, number: int, tasks: Sequence[Task]) -> None:
         source = self.source
-        if not self.ordered:
-            self._ask(number, self.used + self.prefetch)
-        for task in tasks if self.ordered else self._served_early(tasks):
+        self._ask(number, self.used + self.prefetch)
+        for task in self._served_early(tasks):
             source.task = task.name
-            if self.ordered:
-                self._run(number, task)
-                continue
             for tag in task.posts:
                 if tag in self.by_tag:  # which a pass of the user's may have dropped
                     self._expect(self.by_tag[tag])
@@ -94,11 +98,15 @@ class Straight:
                     self._ask(number, self.used + self.prefetch)
                 if slot not in self.taken:
                     self._take(receive)
-            self._run(number, task)
-        if number == len(self.program.phases) - 1:
-            self._finish(number)
-            end = self._results(result(self.program.gm))
-            source.line(f"yield {end}")
+            self._run(number, task, task.nodes)
+
+    def _in_order(self, number: int, tasks: Sequence[Task]) -> None:
+        """Runs the nodes of all tasks where they stand."""
+        of = {node: task for task in tasks for node in task.nodes}
+        slots = self.program.slots
+        for task, nodes in groupby(sorted(of, key=slots.__getitem__), of.__getitem__):
+            self.source.task = task.name
+            self._run(number, task, [*nodes])
 
     def _post(self, node: fx.Node) -> None:
         """Posts the receives that stand before a node, and takes what it reads."""
@@ -113,14 +121,16 @@ class Straight:
             if found is not None and found.slot not in self.taken:
                 self._take(found)
 
-    def _run(self, number: int, task: Task) -> None:
+    def _run(self, number: int, task: Task, nodes: Sequence[fx.Node]) -> None:
+        """Runs nodes of a task, of which the first say when it ran."""
         source, timed = self.source, self.record and task.job is not None
-        for node in task.nodes[: self.ordered]:
+        timed = timed and nodes[0] is task.nodes[0]
+        for node in nodes[: self.ordered]:
             self._post(node)
         if timed:
             source.line(f"ranged = open_range({str(task.job)!r})")
             source.line("began = clock()")
-        for node in task.nodes:
+        for node in nodes:
             if self.ordered:
                 self._post(node)
             self._node(number, node)
