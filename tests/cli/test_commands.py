@@ -853,5 +853,8 @@ def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
     )
     assert run.stdout is not None and run.stderr is not None
     run.stdout.close()
-    assert run.stderr.read() == ""
+    assert run.stderr.read() in (
+        "",
+        "fxsched: importing PyTorch\n",
+    )  # on a busy machine
     assert run.wait(timeout=100) == 1

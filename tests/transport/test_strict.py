@@ -8,9 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxsched
 from fxsched import PlanError, schedules
+from fxsched.ir.request import Transport
 from fxsched.transport import strict
 from fxsched.transport.endpoints import Aborted
 from fxsched.transport.strict import StrictEndpoint, StrictExchange, TransferError
@@ -126,3 +130,55 @@ def test_random_plans_equal_eager_and_faults_are_found() -> None:
 def test_what_has_no_order_is_refused() -> None:
     with pytest.raises(PlanError, match=re.escape("order='dynamic'")):
         fxsched.backend(schedules.ddp(2), transport="strict", order="dynamic")
+
+
+class Tied(nn.Module):
+    """Two towers, each row against all of the batch, of weights that stages share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8)
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second = self.towers
+        logits = first(self.table(x)) @ second(self.table(y)).T
+        return F.cross_entropy(logits, torch.arange(len(x))) + logits.square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        (schedules.one_f_one_b(2, 4), {}),
+        (schedules.sharded(schedules.one_f_one_b(2, 4), 2), {}),
+        (schedules.zb_h1(2, 4), {"optimizer": torch.optim.AdamW}),
+        (schedules.pipedream(2, 4), {"optimizer": torch.optim.SGD}),
+    ],
+    ids=["global batch", "shards", "updates", "stale"],
+)
+def test_what_surrounds_jobs_equals_threads(
+    schedule: fxsched.Schedule, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Global-batch stages and tied weights, sums of shards, updates and versions."""
+    monkeypatch.setattr(strict, "QUEUES", 1)
+    x, y = (torch.randint(0, 20, (8,)) for _ in range(2))
+
+    def trained(transport: Transport) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, given = Tied(), dict(options)
+        if "optimizer" in options:
+            given["optimizer"] = options["optimizer"](model.parameters(), lr=0.1)
+        with fxsched.backend(schedule, transport=transport, **given) as backend:
+            step = torch.compile(model, backend=backend)
+            for _ in range(3):
+                loss = step(x, y)
+                if "optimizer" not in options:
+                    loss.backward()
+        return [p.grad if p.grad is not None else p for p in model.parameters()]
+
+    for mine, its in zip(trained("strict"), trained("threads"), strict=True):
+        assert torch.equal(mine, its)
