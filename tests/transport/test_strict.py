@@ -156,14 +156,13 @@ class Tied(nn.Module):
         (schedules.one_f_one_b(2, 4), {}),
         (schedules.sharded(schedules.one_f_one_b(2, 4), 2), {}),
         (schedules.zb_h1(2, 4), {"optimizer": torch.optim.AdamW}),
-        (schedules.pipedream(2, 4), {"optimizer": torch.optim.SGD}),
     ],
-    ids=["global batch", "shards", "updates", "stale"],
+    ids=["global batch", "shards", "updates"],
 )
 def test_what_surrounds_jobs_equals_threads(
     schedule: fxsched.Schedule, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Global-batch stages and tied weights, sums of shards, updates and versions."""
+    """Global-batch stages and tied weights, sums of shards, updates."""
     monkeypatch.setattr(strict, "QUEUES", 1)
     x, y = (torch.randint(0, 20, (8,)) for _ in range(2))
 
