@@ -103,8 +103,8 @@ def _costs(
     text = clock(exact.seconds, "s").text
     line = (
         f"BatchNorm makes global-batch stages (*), for statistics of the whole "
-        f"batch, {how}: an estimated {text(exact.seconds)} a step without sums of "
-        f"gradients, {byte_text(exact.bytes)} on the fullest worker"
+        f"batch, {how}: estimated before planning at {text(exact.seconds)} a step "
+        f"without sums of gradients, and {byte_text(exact.bytes)} on the fullest worker"
     )
     _, other = _tried(trace, "microbatch", request)
     if other.error is None:

@@ -181,12 +181,12 @@ def _painted(text: str, ground: Array) -> Iterator[str]:
 
 
 def _axis(bars: Bars, clock: Clock, columns: int) -> str:
-    """Ticks under their columns; the last says the unit."""
-    line = ""
+    """Ticks under their columns, as far as there is room for the unit after them."""
+    line, room = "", columns - len(clock.unit) - 1
     span = bars.span * clock.factor
     for time in ticks(span, columns / 7.5):
         at = int(columns * time / span) if span else 0
         text = f"{time:g}"
-        if at + len(text) <= columns:
+        if at + len(text) <= room or not line:
             line = line.ljust(at) + text
     return f"{line} {clock.unit}"

@@ -137,7 +137,7 @@ def test_a_store_that_does_not_answer_is_given_up() -> None:
     store = Frozen()
     board = Board(store, 0.1)
     for _ in range(2):  # the second time at once
-        with pytest.raises(TimeoutError, match=r"store .* not answered for 0\.1 s"):
+        with pytest.raises(TimeoutError, match=r"store .* not answered for 0\.1\d* s"):
             board.check(["rank 0"])
     store.thawed.set()
 
@@ -150,7 +150,8 @@ def test_a_wait_without_an_answer_says_whom_it_is_for_and_ends_in_time(
     control.board.store, control.limit, control.patience = store, 1.0, 0.5
     began = time.monotonic()
     at = "s for rank 1 at call 1, job 1F0"
-    with pytest.raises(TimeoutError, match=f"^rank 0 waited 1 {at}; the store of "):
+    says = rf"^rank 0 waited 1[.\d]* {at}; the store of "  # later on a busy machine
+    with pytest.raises(TimeoutError, match=says):
         control.idle(1, Mark(1, 1), began, "job 1F0")
     assert f"fxsched: rank 0 waits 1 {at}\n" in capsys.readouterr().err
     store.thawed.set()
