@@ -1,6 +1,6 @@
 """All checks: `python -m tests` runs ruff, mypy --strict and pytest.
 
-Without arguments it leaves out what left_out.txt lists and takes 15 minutes; with
+Without arguments it leaves out what left_out.txt lists and takes 15 to 30 minutes; with
 `--all` it takes 45. Other arguments go on to pytest: `python -m tests --quick` leaves
 the slow tests out and takes 3 to 7 minutes, `python -m tests tests/draw -k svg` runs a
 part. Process groups stay on loopback, and every process keeps to one thread, for the

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .endpoints import Aborted, Exchange, Where
+from .endpoints import Aborted, Exchange, ThreadEndpoint
 from .wire_format import Parcel
 
 QUEUES = 8  # of a worker, as CUDA_DEVICE_MAX_CONNECTIONS is by default
@@ -61,9 +61,12 @@ class StrictExchange(Exchange):
     def post(self, transfer: _Transfer) -> None:
         """Begins a send or a receive."""
         worker = transfer.worker
-        few = lambda: self.under_way[worker] < UNDER_WAY  # noqa: E731
+
+        def room() -> bool:
+            return self.under_way[worker] < UNDER_WAY
+
         with self.changed:
-            self.wait(worker, few, "room for one more send or receive")
+            self.wait(worker, room, "room for one more send or receive")
             self.under_way[worker] += 1
             self._queue(worker, transfer.edge).append(transfer)
             self._go_on(transfer)
@@ -129,11 +132,14 @@ class StrictExchange(Exchange):
                 self.running = {*range(self.workers)}
 
 
-class StrictEndpoint:
-    """An endpoint of a worker; see Endpoint. It is used from one thread."""
+class StrictEndpoint(ThreadEndpoint):
+    """An endpoint of a worker, which one thread uses in the program's order."""
+
+    exchange: StrictExchange
 
     def __init__(self, exchange: StrictExchange, worker: int) -> None:
-        self.exchange, self.worker = exchange, worker
+        super().__init__(exchange)
+        self.worker = worker
         self.coming: dict[int, _Transfer] = {}
 
     def send(self, value: Any, parcel: Parcel) -> None:
@@ -153,19 +159,13 @@ class StrictEndpoint:
         return receive.value
 
     def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None:
-        raise NotImplementedError("order='dynamic'")
-
-    def next(self, arrived: queue.SimpleQueue[int], where: Where) -> int:
-        raise NotImplementedError("order='dynamic'")
+        raise TransferError("transport='strict' has no order='dynamic'")
 
     def finish(self) -> None:
         self.exchange.ended(self.worker)
 
     def share(self) -> None:
-        raise NotImplementedError("work beside the jobs")
-
-    def fail(self, error: BaseException) -> None:
-        self.exchange.abort()
+        raise TransferError("transport='strict' has no work beside the jobs")
 
 
 def _mispaired(one: _Transfer, other: _Transfer) -> str:
