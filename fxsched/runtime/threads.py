@@ -18,7 +18,7 @@ from ..params.lazy import make_all
 from ..params.released import is_given_up
 from ..plans.plan import Plan
 from ..transport.endpoints import Aborted, Exchange, ThreadEndpoint
-from ..transport.strict import StrictExchange
+from ..transport.strict import StrictEndpoint, StrictExchange
 from .run import Run
 from .runnable import Runnable
 
@@ -116,7 +116,7 @@ class Threads:
                 "after backward()"
             )
         endpoint = runs[0].endpoint
-        assert isinstance(endpoint, ThreadEndpoint)
+        assert isinstance(endpoint, ThreadEndpoint | StrictEndpoint)
         exchange = endpoint.exchange
         with self.busy:
             futures = [self.pool.submit(guarded, run) for run in runs]

@@ -40,6 +40,7 @@ from .shared_memory import Neighbour, Neighbours
 from .wire_format import Parcel
 from .world import check_world, default_timeout, start_group
 
+HOST = torch.device("cpu")
 WATCHERS = 8  # receives that may be posted at a time under order="dynamic"
 TAGS = 2**31 - 2  # of torch.distributed; the last two are SHARED and BROKEN
 SHARED, BROKEN = TAGS, TAGS + 1
@@ -71,14 +72,7 @@ class ProcessEndpoint:
         if (near := self._near(parcel)) is not None:
             near.send(value, parcel, self.mark)
             return
-        tensors = value if parcel.bundle else (value,)
-        buffers = [tensors[i].contiguous().resolve_neg() for i in parcel.zero_copy]
-        rest = [t for i, t in enumerate(tensors) if i not in parcel.zero_copy]
-        if rest or not buffers:
-            buffer = torch.empty(max(1, parcel.rest.bytes), dtype=torch.uint8)
-            parcel.rest.write(parcel.rest.views(buffer), rest)
-            buffers.append(buffer)
-        for buffer in buffers:
+        for buffer in parcel.buffers(value, HOST):
             work = self.processes.post(
                 dist.isend, buffer, parcel.peer, self._tag(parcel)
             )
@@ -89,10 +83,7 @@ class ProcessEndpoint:
     def expect(self, parcel: Parcel) -> None:
         if self._near(parcel) is not None:
             return
-        buffers = [parcel.specs[i].empty() for i in parcel.zero_copy]
-        if len(parcel.zero_copy) < len(parcel.specs) or not buffers:
-            buffers.append(torch.empty(max(1, parcel.rest.bytes), dtype=torch.uint8))
-        tag = self._tag(parcel)
+        buffers, tag = parcel.empty(HOST), self._tag(parcel)
         post = self.processes.post
         works = [post(dist.irecv, buffer, parcel.peer, tag) for buffer in buffers]
         self.coming[parcel.tag] = (works, buffers)
@@ -108,14 +99,7 @@ class ProcessEndpoint:
             with self.processes.waiting(parcel.peer, self.mark, self.where):
                 for work in works:
                     work.wait()
-        if not parcel.bundle and parcel.zero_copy:
-            return buffers[0]
-        rest = iter(parcel.rest.read(parcel.rest.views(buffers[-1])))
-        alone = dict(zip(parcel.zero_copy, buffers, strict=False))
-        tensors = [
-            alone[i] if i in alone else next(rest) for i in range(len(parcel.specs))
-        ]
-        return tuple(tensors) if parcel.bundle else tensors[0]
+        return parcel.value(buffers)
 
     def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None:
         tag = parcel.tag

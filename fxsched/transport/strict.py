@@ -9,15 +9,18 @@ message, is an error here.
 
 from __future__ import annotations
 
-import queue
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-from .endpoints import Aborted, Exchange, ThreadEndpoint
-from .wire_format import Parcel
+import torch
+from torch import Tensor
 
+from .endpoints import Aborted, Exchange
+from .ordered import OrderedEndpoint
+
+HOST = torch.device("cpu")
 QUEUES = 8  # of a worker, as CUDA_DEVICE_MAX_CONNECTIONS is by default
 UNDER_WAY = 1024  # of a worker's transfers; the next send or receive waits
 
@@ -28,17 +31,21 @@ class TransferError(RuntimeError):
 
 @dataclass(eq=False)
 class _Transfer:
-    """A send or a receive: its worker, the edge's ends and, of a send, the value."""
+    """A send or a receive: its worker, the edge's ends, and its memory."""
 
     worker: int
     edge: tuple[int, int]
     tag: int
-    value: Any = None
+    buffer: Tensor
     done: bool = False
 
     @property
+    def sends(self) -> bool:
+        return self.worker == self.edge[0]
+
+    @property
     def peer(self) -> int:
-        return self.edge[self.worker == self.edge[0]]
+        return self.edge[self.sends]
 
 
 class StrictExchange(Exchange):
@@ -94,7 +101,8 @@ class StrictExchange(Exchange):
                 each.done = True
                 self.under_way[each.worker] -= 1
                 firsts += [*line][:1]
-            own.value = other.value = own.value if other.value is None else other.value
+            send, receive = (own, other) if own.sends else (other, own)
+            receive.buffer.copy_(send.buffer)
             self.changed.notify_all()
 
     def wait(self, worker: int, until: Callable[[], bool], what: str) -> None:
@@ -132,44 +140,63 @@ class StrictExchange(Exchange):
                 self.running = {*range(self.workers)}
 
 
-class StrictEndpoint(ThreadEndpoint):
+class StrictEndpoint(OrderedEndpoint):
     """An endpoint of a worker, which one thread uses in the program's order."""
 
-    exchange: StrictExchange
-
     def __init__(self, exchange: StrictExchange, worker: int) -> None:
-        super().__init__(exchange)
-        self.worker = worker
-        self.coming: dict[int, _Transfer] = {}
-
-    def send(self, value: Any, parcel: Parcel) -> None:
-        edge = self.worker, parcel.peer
-        self.exchange.post(_Transfer(self.worker, edge, parcel.tag, value))
-
-    def expect(self, parcel: Parcel) -> None:
-        edge = parcel.peer, self.worker
-        self.coming[parcel.tag] = new = _Transfer(self.worker, edge, parcel.tag)
-        self.exchange.post(new)
-
-    def take(self, parcel: Parcel) -> Any:
-        receive = self.coming.pop(parcel.tag)
-        what = f"message {parcel.tag} of worker {parcel.peer}"
-        with self.exchange.changed:
-            self.exchange.wait(self.worker, lambda: receive.done, what)
-        return receive.value
-
-    def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None:
-        raise TransferError("transport='strict' has no order='dynamic'")
+        super().__init__(worker, HOST, lambda *edge: Way(exchange, worker, edge))
+        self.exchange = exchange
 
     def finish(self) -> None:
+        super().finish()
         self.exchange.ended(self.worker)
 
-    def share(self) -> None:
-        raise TransferError("transport='strict' has no work beside the jobs")
+    def fail(self, error: BaseException) -> None:
+        self.exchange.abort()
+
+
+class Way(NamedTuple):
+    """A worker's end of a connection."""
+
+    exchange: StrictExchange
+    worker: int
+    edge: tuple[int, int]
+
+    def send(self, buffer: Tensor, tag: int) -> Posted:
+        """Begins to send."""
+        return self._post(buffer, tag)
+
+    def receive(self, buffer: Tensor, tag: int) -> Posted:
+        """Begins to receive."""
+        return self._post(buffer, tag)
+
+    def _post(self, buffer: Tensor, tag: int) -> Posted:
+        transfer = _Transfer(self.worker, self.edge, tag, buffer)
+        self.exchange.post(transfer)
+        return Posted(self.exchange, transfer)
+
+
+class Posted(NamedTuple):
+    """A send or a receive that has begun."""
+
+    exchange: StrictExchange
+    transfer: _Transfer
+
+    def wait(self) -> None:
+        """Waits until it is done."""
+        own = self.transfer
+        what = "received" if own.sends else "sent"
+        what = f"message {own.tag} to be {what} by worker {own.peer}"
+        with self.exchange.changed:
+            self.exchange.wait(own.worker, self.is_completed, what)
+
+    def is_completed(self) -> bool:
+        """Whether both workers have come to it."""
+        return self.transfer.done
 
 
 def _mispaired(one: _Transfer, other: _Transfer) -> str:
-    send, receive = sorted((one, other), key=lambda each: each.worker != each.edge[0])
+    send, receive = (one, other) if one.sends else (other, one)
     source, to = send.edge
     return (
         f"worker {source} sends message {send.tag} to worker {to}, which has posted "

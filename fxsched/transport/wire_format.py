@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,12 +52,64 @@ class Parcel:
         others = (s for i, s in enumerate(self.specs) if i not in self.zero_copy)
         return packing_of(tuple(others))
 
+    def buffers(self, value: Any, device: torch.device) -> list[Tensor]:
+        """What is sent of a value, in memory of a device."""
+        tensors = value if self.bundle else (value,)
+        whole = (tensors[i].contiguous().resolve_neg() for i in self.zero_copy)
+        found = [_moved(tensor, device) for tensor in whole]
+        rest = [t for i, t in enumerate(tensors) if i not in self.zero_copy]
+        if rest or not found:
+            buffer = self._bytes(device)
+            self.rest.write(self.rest.views(buffer), rest)
+            found.append(buffer)
+        return found
+
+    def empty(self, device: torch.device) -> list[Tensor]:
+        """Memory of a device for what `buffers` gives."""
+        whole = (self.specs[i] for i in self.zero_copy)
+        found = [
+            _empty(spec.shape, spec.dtype, device, spec.device.type != device.type)
+            for spec in whole
+        ]
+        if len(found) < len(self.specs) or not found:
+            found.append(self._bytes(device))
+        return found
+
+    def _bytes(self, device: torch.device) -> Tensor:
+        staged = any(spec.device.type != device.type for spec in self.specs)
+        return _empty((max(1, self.rest.bytes),), torch.uint8, device, staged)
+
+    def value(self, buffers: Sequence[Tensor]) -> Any:
+        """The value that buffers hold."""
+        whole = dict(zip(self.zero_copy, buffers, strict=False))
+        packed = buffers[-1] if len(whole) < len(self.specs) else None
+        rest = iter([] if packed is None else self.rest.read(self.rest.views(packed)))
+        tensors = [
+            whole[i].to(spec.device) if i in whole else next(rest)
+            for i, spec in enumerate(self.specs)
+        ]
+        return tuple(tensors) if self.bundle else tensors[0]
+
 
 def _is_plain(spec: Spec) -> bool:
     """Whether a tensor's memory is just what is sent of it."""
     shape = torch.empty_strided(spec.shape, spec.stride, device="meta")
-    plain = spec.device.type == "cpu" and not spec.dtype.is_complex
-    return plain and shape.is_contiguous()
+    return shape.is_contiguous() and not spec.dtype.is_complex
+
+
+def _empty(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, staged: bool
+) -> Tensor:
+    """staged: whether another device copies to or from it, which page-locked memory of
+    the host is for."""
+    pinned = staged and device.type == "cpu" and torch.accelerator.is_available()
+    return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device.type == device.type:
+        return tensor
+    return _empty(tensor.shape, tensor.dtype, device, True).copy_(tensor)
 
 
 class Part(NamedTuple):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fxsched
 from fxsched import PlanError, schedules
+from fxsched.ir.graphs import Spec
 from fxsched.ir.request import Transport
 from fxsched.transport import strict
 from fxsched.transport.endpoints import Aborted
@@ -42,7 +43,7 @@ def test_sums_are_made_by_one_thread(sums: str) -> None:
 
 
 def parcel(peer: int, tag: int) -> Parcel:
-    return Parcel(peer, tag, (), False, False)
+    return Parcel(peer, tag, (Spec.of(torch.tensor(0.0)),), False, False)
 
 
 def run(*workers: Callable[[StrictEndpoint], Any], queues: int = 8) -> list[Any]:
@@ -70,7 +71,7 @@ def run(*workers: Callable[[StrictEndpoint], Any], queues: int = 8) -> list[Any]
 def sends(*messages: tuple[int, int]) -> Callable[[StrictEndpoint], None]:
     def call(endpoint: StrictEndpoint) -> None:
         for peer, tag in messages:
-            endpoint.send(f"value {tag}", parcel(peer, tag))
+            endpoint.send(torch.tensor(float(tag)), parcel(peer, tag))
 
     return call
 
@@ -79,7 +80,7 @@ def takes(*messages: tuple[int, int]) -> Callable[[StrictEndpoint], list[Any]]:
     def call(endpoint: StrictEndpoint) -> list[Any]:
         for peer, tag in messages:
             endpoint.expect(parcel(peer, tag))
-        return [endpoint.take(parcel(peer, tag)) for peer, tag in messages]
+        return [int(endpoint.take(parcel(peer, tag))) for peer, tag in messages]
 
     return call
 
@@ -90,16 +91,16 @@ def text(found: list[Any]) -> str:
 
 def test_messages_meet_in_their_order() -> None:
     sender = sends((1, 5), (1, 3))
-    assert run(sender, takes((0, 5), (0, 3)))[1] == ["value 5", "value 3"]
+    assert run(sender, takes((0, 5), (0, 3)))[1] == [5, 3]
     says = text(run(sender, takes((0, 3), (0, 5))))
     assert says.startswith("transport='strict': worker 0 sends message 5 to worker 1")
 
 
 def test_waits_in_vain_are_named() -> None:
     says = text(run(takes((1, 0)), takes((0, 1))))
-    assert "worker 0 waits for message 0 of worker 1; worker 1 waits for" in says
+    assert "worker 0 waits for message 0 to be sent by worker 1; worker 1 waits" in says
     says = text(run(sends(), takes((0, 4))))  # who should send has ended
-    assert says.endswith("go on: worker 1 waits for message 4 of worker 0")
+    assert says.endswith("go on: worker 1 waits for message 4 to be sent by worker 0")
 
 
 def test_the_first_of_a_queue_holds_up_the_others() -> None:
@@ -107,10 +108,10 @@ def test_the_first_of_a_queue_holds_up_the_others() -> None:
     workers = sends((2, 0), (1, 1)), takes((0, 1), (2, 2)), takes((0, 0))
 
     def second(endpoint: StrictEndpoint) -> list[Any]:
-        endpoint.send("value 2", parcel(1, 2))
+        endpoint.send(torch.tensor(2.0), parcel(1, 2))
         return takes((0, 0))(endpoint)
 
-    assert run(*workers[:2], second)[1] == ["value 1", "value 2"]
+    assert run(*workers[:2], second)[1] == [1, 2]
     assert "no worker can go on" in text(run(*workers[:2], second, queues=1))
 
 

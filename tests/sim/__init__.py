@@ -1,0 +1,1 @@
+"""A simulated device: queues that run late, on memory that is poisoned."""

@@ -1,0 +1,172 @@
+"""Queues of a simulated device, which run late, in any order that CUDA allows.
+
+What is launched waits in its stream's queue until somebody synchronizes. Then one
+queue's first item runs after the other, by chance, or those of messages last. Workers
+are threads with a stream of their own to compute on, and one for each connection.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+SECONDS = 10  # without an item that can run: they never can
+lock = threading.RLock()
+changed = threading.Condition(lock)
+
+
+class Stuck(RuntimeError):
+    """No queue can go on."""
+
+
+class Item:
+    """Something in a queue."""
+
+    def __init__(self, name: str, run: Callable[[], object] | None = None) -> None:
+        self.name, self.run, self.done = name, run, False
+        self.queue: deque[Item] | None = None
+
+    def ready(self) -> bool:
+        """Whether it can run, as the first of its queue."""
+        return True
+
+    def go(self) -> None:
+        """Runs it, and takes it out of its queue."""
+        assert self.queue is not None and self.queue[0] is self
+        if self.run is not None:
+            self.run()
+        self.queue.popleft()
+        self.done = True
+
+
+class Waits(Item):
+    """Until another item is done."""
+
+    def __init__(self, other: Item) -> None:
+        super().__init__(f"wait for {other.name}")
+        self.other = other
+
+    def ready(self) -> bool:
+        return self.other.done
+
+
+class Transfer(Item):
+    """A send or a receive, done with the other end's."""
+
+    def __init__(self, name: str, buffer: Tensor, sends: bool) -> None:
+        super().__init__(name)
+        self.buffer, self.sends = buffer, sends
+        self.other: Transfer | None = None
+
+    def ready(self) -> bool:
+        other = self.other
+        return other is not None and bool(other.queue) and other.queue[0] is other
+
+    def go(self) -> None:
+        assert self.other is not None
+        send, receive = (self, self.other) if self.sends else (self.other, self)
+        receive.buffer.copy_(send.buffer)
+        for each in (send, receive):
+            super(Transfer, each).go()
+
+
+class Stream:
+    """What runs in order. queue: that of the hardware, which streams may share."""
+
+    def __init__(self, queue: deque[Item] | None = None, carries: bool = False) -> None:
+        self.queue: deque[Item] = deque() if queue is None else queue
+        self.carries = carries  # messages
+        with lock:
+            _queues.setdefault(id(self.queue), (self.queue, carries))
+
+    def put(self, item: Item) -> Item:
+        """Adds an item at the end."""
+        with lock:
+            item.queue = self.queue
+            self.queue.append(item)
+            changed.notify_all()
+        return item
+
+    def launch(self, run: Callable[[], object], name: str) -> None:
+        """Adds work; outside of a worker it runs at once."""
+        if getattr(_own, "worker", None) is None:
+            synchronize()
+            run()
+        else:
+            self.put(Item(name, run))
+
+    def mark(self) -> Item:
+        """An event that has all so far before it."""
+        return self.put(Item("event"))
+
+
+_queues: dict[int, tuple[deque[Item], bool]] = {}
+_own = threading.local()
+policy = {"late": False, "draw": random.Random(0)}
+
+
+class Worker:
+    """A worker's queues: K of the hardware, or one for each stream."""
+
+    def __init__(self, number: int, queues: int | None) -> None:
+        self.number, self.count = number, queues
+        self.hardware = [deque[Item]() for _ in range(queues or 0)]
+        self.streams: dict[object, Stream] = {}
+
+    def stream(self, name: object) -> Stream:
+        """The stream of a name, made at first use."""
+        if name not in self.streams:
+            place = len(self.streams) % (self.count or 1)
+            queue = self.hardware[place] if self.count else None
+            self.streams[name] = Stream(queue, name != "compute")
+        return self.streams[name]
+
+
+def enter(worker: Worker | None) -> None:
+    """Makes this thread a worker's, or nobody's."""
+    _own.worker = worker
+
+
+def current_stream() -> Stream:
+    """The stream that this thread launches to."""
+    worker = getattr(_own, "worker", None)
+    if worker is not None:
+        return worker.stream("compute")
+    if not hasattr(_own, "stream"):
+        _own.stream = Stream()
+    return _own.stream
+
+
+def synchronize(until: Item | None = None) -> None:
+    """Runs what waits until an item is done, or all is."""
+    began = time.monotonic()
+    with lock:
+        while until is None or not until.done:
+            full = [(q, carries) for q, carries in _queues.values() if q]
+            if not full:
+                assert until is None or until.done
+                return
+            able = [(q, carries) for q, carries in full if q[0].ready()]
+            if policy["late"] and any(not carries for _, carries in able):
+                able = [each for each in able if not each[1]]
+            if able:
+                policy["draw"].choice(able)[0][0].go()
+                began = time.monotonic()
+                continue
+            if time.monotonic() - began > SECONDS:
+                heads = "; ".join(q[0].name for q, _ in full)
+                raise Stuck(f"no queue can go on: {heads}")
+            changed.wait(0.05)
+
+
+def forget() -> None:
+    """Empties all queues."""
+    with lock:
+        for queue, _ in _queues.values():
+            queue.clear()
+        _queues.clear()
