@@ -8,8 +8,8 @@ operator that fills it has run, and again once its tensor is gone.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,32 +21,34 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from . import queues
 
-CPU = torch._C.DispatchKey.CPU
+CPU = torch._C.DispatchKey.CPU  # whose kernels of views and of set_ look at shapes only
+POISON = 255  # each byte; NaN, -1 or True
 aten = torch.ops.aten
 
 
 class Memory:
     """Blocks of memory; those of gone tensors are poisoned and used again by their
-    stream, as those of CUDA's caching allocator are."""
+    stream, as those of CUDA's caching allocator are.
+
+    used, peak: bytes of tensors.
+    """
 
     def __init__(self) -> None:
         self.blocks: dict[int, Tensor] = {}  # by address
         self.live: dict[int, tuple[StorageWeakRef, queues.Stream, int]] = {}
         self.free: dict[tuple[queues.Stream, int], list[int]] = defaultdict(list)
         self.used = self.peak = 0
-        self.lock = queues.lock
 
     def storage(self, size: int) -> torch.UntypedStorage:
         """New memory, poisoned, of the present stream."""
-        stream = queues.current_stream()
-        size = max(64, -(-size // 64) * 64)
-        with self.lock:
+        stream, size = queues.current_stream(), max(64, -(-size // 64) * 64)
+        with queues.lock:
             self.collect()
             waiting = self.free[stream, size]
             if waiting:
                 address = waiting.pop()
             else:
-                block = torch.full((size,), 255, dtype=torch.uint8)
+                block = torch.full((size,), POISON, dtype=torch.uint8)
                 address = block.data_ptr()
                 self.blocks[address] = block
             made = torch._C._construct_storage_from_data_pointer(
@@ -59,30 +61,38 @@ class Memory:
 
     def collect(self) -> None:
         """Takes back the memory of tensors that are gone."""
-        gone = [a for a, (alive, _, _) in self.live.items() if alive.expired()]
-        for address in gone:
-            _, stream, size = self.live.pop(address)
-            block = self.blocks[address]
-            stream.launch(lambda block=block: block.fill_(255), "free")
-            self.free[stream, size].append(address)
-            self.used -= size
+        with queues.lock:
+            gone = [a for a, (alive, _, _) in self.live.items() if alive.expired()]
+            for address in gone:
+                _, stream, size = self.live.pop(address)
+                block = self.blocks[address]
+                stream.put(queues.Item("free", lambda block=block: block.fill_(POISON)))
+                self.free[stream, size].append(address)
+                self.used -= size
 
 
 memory = Memory()
+_own = threading.local()
 
 
-def is_sim(value: object) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "sim"
+def _shapes() -> FakeTensorMode:
+    """This thread's mode, in which operators compute shapes."""
+    if not hasattr(_own, "shapes"):
+        _own.shapes = FakeTensorMode()
+    return _own.shapes
 
 
-def empty(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor on the device, poisoned."""
-    with torch._C._DisableTorchDispatch() if False else torch.no_grad():
-        made = torch._C._acc.create_empty_tensor((0,), dtype)
-        extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        size = 0 if 0 in tuple(shape) else extent * dtype.itemsize
-        set_ = aten.set_.source_Storage_storage_offset
-        return set_._op_dk(CPU, made, memory.storage(size), 0, shape, stride)
+def _fill(tensor: Tensor, like: Tensor) -> Tensor:
+    """Gives a tensor new memory, of the shape of another."""
+    shape, stride = like.size(), like.stride()
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    storage = memory.storage(0 if 0 in shape else extent * like.dtype.itemsize)
+    set_ = aten.set_.source_Storage_storage_offset
+    return set_._op_dk(CPU, tensor, storage, 0, shape, stride)
+
+
+def _empty(like: Tensor) -> Tensor:
+    return _fill(torch._C._acc.create_empty_tensor((0,), like.dtype), like)
 
 
 def raw(value: Tensor) -> Tensor:
@@ -91,126 +101,143 @@ def raw(value: Tensor) -> Tensor:
     host = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), torch.device("cpu"), storage.nbytes()
     )
-    out = torch.empty(0, dtype=value.dtype)
-    return out.set_(host, value.storage_offset(), value.size(), value.stride())
+    place = value.storage_offset(), value.size(), value.stride()
+    return torch.empty(0, dtype=value.dtype).set_(host, *place)
 
 
-def on_host(value: Any) -> Any:
-    """An argument of an operator as it is on the CPU."""
-    if is_sim(value):
+def _on_host(value: Any) -> Any:
+    """An argument as the CPU's kernel gets it."""
+    if isinstance(value, Tensor) and value.device.type == "sim":
         return raw(value)
-    return torch.device("cpu") if value == torch.device("sim", 0) or (isinstance(value, torch.device) and value.type == "sim") else value
-
-
-_own = threading.local()
-
-
-def fake() -> FakeTensorMode:
-    """This thread's mode for shapes."""
-    if not hasattr(_own, "mode"):
-        _own.mode = FakeTensorMode()
-    return _own.mode
-
-
-def faked(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        with fake():
-            return torch.empty_strided(
-                value.size(), value.stride(), dtype=value.dtype, device="cpu"
-            )
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-SYNC = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
+def _faked(value: Any) -> Any:
+    """An argument as it is without values."""
+    if isinstance(value, Tensor):
+        size, stride = value.size(), value.stride()
+        return torch.empty_strided(size, stride, dtype=value.dtype, device="cpu")
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
+MEMORY = {aten.resize_.default, aten.set_.source_Tensor}
+MEMORY |= {aten.set_.source_Storage_storage_offset, aten.set_.source_Storage}
+ALLOCATES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any operator: values later, shapes now."""
-    schema = op._schema
-    name = schema.name
-    flat = [*args, *kwargs.values()]
-    if name in ("aten::empty", "aten::empty_strided", "aten::new_empty"):
-        meta = op(*tree_map(faked, args), **{**tree_map(faked, kwargs), "device": torch.device("meta")}) if False else None
-    returns = [r.alias_info for r in schema.returns]
-    writes = [a for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    if any(r is not None for r in returns) and not writes:
+    """Any operator: shapes now, values later."""
+    schema, name = op._schema, op._schema.name.removeprefix("aten::")
+    written = [a for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    views = any(each.alias_info is not None for each in schema.returns)
+    if op in MEMORY or (views and not written):
         return op._op_dk(CPU, *args, **kwargs)
-    if name in SYNC:
+    if op in READS:
         queues.synchronize()
-        return op(*tree_map(on_host, args), **tree_map(on_host, kwargs))
-    host_args, host_kwargs = tree_map(on_host, (args, kwargs))
-    if writes and all(r is not None for r in returns) :
-        if op in (aten.resize_.default, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor):
-            return op._op_dk(CPU, *args, **kwargs)
-        queues.current_stream().launch(lambda: op(*host_args, **host_kwargs), name)
-        names = [a.name for a in schema.arguments]
-        given = dict(zip(names, args)) | kwargs
-        out = [given[w.name] for w in writes]
-        return out[0] if len(schema.returns) == 1 else tuple(out) if schema.returns else None
-    with fake():
-        shapes = op(*tree_map(faked, args), **tree_map(faked, kwargs))
-    wants_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
-    def made(each: Tensor) -> Tensor:
-        return empty(each.size(), each.stride(), each.dtype)
-    outs = tree_map_only(Tensor, made, shapes)
-    if name in ("aten::empty", "aten::empty_strided", "aten::new_empty", "aten::empty_like", "aten::new_empty_strided"):
+        found = op(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
+        return tree_map_only(Tensor, lambda each: _copied(each), found)
+    with _shapes():
+        made = op(*tree_map(_faked, args), **tree_map(_faked, kwargs))
+    stream = queues.current_stream()
+    if written:
+        names = [each.name for each in schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        outs = [given[each.name] for each in written]
+        if "out" in op._overloadname:
+            for out, like in zip(outs, _flat(made), strict=True):
+                if out.size() != like.size():
+                    _fill(out, like)
+        own, named = tree_map(_on_host, (args, kwargs))
+        reads = [v for k, v in given.items() if k not in {w.name for w in written}]
+        stream.launch(lambda: op(*own, **named), name, tree_map(_on_host, reads))
+        if not schema.returns:
+            return None
+        return outs[0] if len(schema.returns) == 1 else tuple(outs)
+    outs = tree_map_only(Tensor, _empty, made)
+    if name in ALLOCATES:
         return outs
-    hosts = tree_map_only(Tensor, raw, outs)
+    own, named = tree_map(_on_host, (args, kwargs))
+    hosts = [raw(each) for each in _flat(outs)]
 
     def run() -> None:
-        found = op(*host_args, **host_kwargs)
-        if isinstance(found, Tensor):
-            hosts.copy_(found)
-        else:
-            for to, each in zip(hosts, found, strict=True):
-                if isinstance(each, Tensor):
-                    to.copy_(each)
+        for to, each in zip(hosts, _flat(op(*own, **named)), strict=True):
+            to.copy_(each)
 
-    queues.current_stream().launch(run, name)
+    stream.launch(run, name, [*own, *named.values()])
     return outs
 
 
-def copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
-    """Between host and device, the host waits."""
-    if source.device.type == "cpu":
-        value = source.clone()
-        host = raw(to)
-        queues.current_stream().launch(lambda: host.copy_(value), "copy")
-    elif to.device.type == "cpu":
-        queues.synchronize()
+def _flat(value: Any) -> list[Tensor]:
+    found = [value] if isinstance(value, Tensor) else list(value or ())
+    return [each for each in found if isinstance(each, Tensor)]
+
+
+def _copied(value: Tensor) -> Tensor:
+    out = _empty(value)
+    raw(out).copy_(value)
+    return out
+
+
+def _copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
+    """Where a copy goes to the host, the host waits."""
+    stream = queues.current_stream()
+    if to.device.type == "cpu":
+        queues.synchronize(stream.mark())
         to.copy_(raw(source))
-    else:
-        one, other = raw(source), raw(to)
-        queues.current_stream().launch(lambda: other.copy_(one), "copy")
+        return to
+    value = source.clone() if source.device.type == "cpu" else raw(source)
+    own = raw(to)
+    stream.launch(lambda: own.copy_(value), "copy_", [value])
     return to
 
 
 class Module:
     """What torch.sim has."""
 
-    def is_initialized(self) -> bool: return True
-    def is_available(self) -> bool: return True
-    def current_device(self) -> int: return 0
-    def _is_in_bad_fork(self) -> bool: return False
-    def manual_seed_all(self, s: int) -> None: pass
-    def device_count(self) -> int: return 2
-    def set_device(self, d: Any) -> None: pass
-    def synchronize(self, d: Any = None) -> None: queues.synchronize()
-    def get_rng_state(self, d: Any = None) -> Tensor: return torch.get_rng_state()
-    def set_rng_state(self, s: Tensor, d: Any = None) -> None: torch.set_rng_state(s)
-    def get_amp_supported_dtype(self): return [torch.float16, torch.bfloat16]
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 2
+
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def synchronize(self, device: Any = None) -> None:
+        queues.synchronize()
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> Sequence[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
 
 
-_kept = []
-
-
-def register() -> None:
+def _register() -> list[torch.library.Library]:
     """Makes the device known, for this process."""
-    if _kept:
-        return
     _setup_privateuseone_for_python_backend("sim", Module())
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(call, "PrivateUse1")
     own = torch.library.Library("aten", "IMPL")
-    own.impl("_copy_from", copy_from, "PrivateUse1")
-    _kept.extend([everything, own])
+    own.impl("_copy_from", _copy_from, "PrivateUse1")
+    return [everything, own]
+
+
+_kept = _register()
+DEVICE = torch.device("sim", 0)

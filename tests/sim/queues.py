@@ -11,7 +11,8 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -81,24 +82,31 @@ class Stream:
     def __init__(self, queue: deque[Item] | None = None, carries: bool = False) -> None:
         self.queue: deque[Item] = deque() if queue is None else queue
         self.carries = carries  # messages
-        with lock:
-            _queues.setdefault(id(self.queue), (self.queue, carries))
 
     def put(self, item: Item) -> Item:
         """Adds an item at the end."""
         with lock:
+            _queues.setdefault(id(self.queue), (self.queue, self.carries))
             item.queue = self.queue
             self.queue.append(item)
             changed.notify_all()
         return item
 
-    def launch(self, run: Callable[[], object], name: str) -> None:
-        """Adds work; outside of a worker it runs at once."""
-        if getattr(_own, "worker", None) is None:
-            synchronize()
+    def launch(
+        self, run: Callable[[], object], name: str, reads: Sequence[object] = ()
+    ) -> None:
+        """Adds an operator; outside of a worker it runs at once. reads: its inputs."""
+
+        def checked() -> None:
+            for each in reads:
+                if isinstance(each, Tensor) and each.is_floating_point():
+                    if each.isnan().any():
+                        poisoned.append(name)
             run()
-        else:
-            self.put(Item(name, run))
+
+        item = self.put(Item(name, checked))
+        if getattr(_own, "worker", None) is None:
+            synchronize(item)
 
     def mark(self) -> Item:
         """An event that has all so far before it."""
@@ -107,7 +115,8 @@ class Stream:
 
 _queues: dict[int, tuple[deque[Item], bool]] = {}
 _own = threading.local()
-policy = {"late": False, "draw": random.Random(0)}
+poisoned: list[str] = []  # operators that have read NaN
+policy: dict[str, Any] = {"late": False, "draw": random.Random(0), "last": set()}
 
 
 class Worker:
@@ -152,8 +161,9 @@ def synchronize(until: Item | None = None) -> None:
                 assert until is None or until.done
                 return
             able = [(q, carries) for q, carries in full if q[0].ready()]
-            if policy["late"] and any(not carries for _, carries in able):
-                able = [each for each in able if not each[1]]
+            if policy["late"]:
+                able = sorted(able, key=_lateness)
+                able = [each for each in able if _lateness(each) == _lateness(able[0])]
             if able:
                 policy["draw"].choice(able)[0][0].go()
                 began = time.monotonic()
@@ -162,6 +172,12 @@ def synchronize(until: Item | None = None) -> None:
                 heads = "; ".join(q[0].name for q, _ in full)
                 raise Stuck(f"no queue can go on: {heads}")
             changed.wait(0.05)
+
+
+def _lateness(one: tuple[deque[Item], bool]) -> int:
+    """How late the first of a queue runs, where messages are last."""
+    queue, carries = one
+    return carries + (id(queue[0]) in policy["last"])
 
 
 def forget() -> None:

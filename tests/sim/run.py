@@ -18,9 +18,6 @@ from fxsched.transport.ordered import OrderedEndpoint
 
 from . import device, queues
 
-device.register()
-DEVICE = torch.device("sim", 0)
-
 
 class Wires(Exchange):
     """Connections between workers of one run."""
@@ -31,6 +28,7 @@ class Wires(Exchange):
         self.open: dict[tuple[int, int], list[queues.Transfer]] = {}
         self.waits = [0] * workers
         self.left_out: tuple[int, int] | None = None  # a wait: worker and number
+        self.implied = False  # whether what it waits for came before it anyway
 
     def endpoint(self, worker: int) -> Any:
         return End(self, worker)
@@ -38,7 +36,7 @@ class Wires(Exchange):
 
 class End(OrderedEndpoint):
     def __init__(self, wires: Wires, worker: int) -> None:
-        super().__init__(worker, DEVICE, lambda *edge: Way(wires, worker, edge))
+        super().__init__(worker, device.DEVICE, lambda *edge: Way(wires, worker, edge))
         self.exchange = wires
 
     def fail(self, error: BaseException) -> None:
@@ -46,8 +44,7 @@ class End(OrderedEndpoint):
 
 
 class Way:
-    """A worker's end of a connection: a stream of its own, as in NCCL's process group.
-    """
+    """A worker's end of a connection: a stream of its own, as in NCCL's process group."""
 
     def __init__(self, wires: Wires, worker: int, edge: tuple[int, int]) -> None:
         self.wires, self.worker, self.edge = wires, worker, edge
@@ -87,6 +84,12 @@ class Posted:
         self.wires.waits[self.worker] += 1
         if (self.worker, number) != self.wires.left_out:
             queues.current_stream().put(queues.Waits(self.item))
+            return
+        queues.policy["last"] = {id(self.item), id(self.item.other)}
+        queues.current_stream().put(queues.Item("left out", self._look))
+
+    def _look(self) -> None:
+        self.wires.implied = self.item.done
 
     def is_completed(self) -> bool:
         return self.item.done
@@ -94,7 +97,10 @@ class Posted:
 
 @contextlib.contextmanager
 def simulated(
-    count: int | None = None, late: bool = False, seed: int = 0, left_out: tuple[int, int] | None = None
+    count: int | None = None,
+    late: bool = False,
+    seed: int = 0,
+    left_out: tuple[int, int] | None = None,
 ) -> Iterator[list[Wires]]:
     """transport="strict" runs on the device. count: hardware queues of a worker.
     late: messages last. left_out: which wait, of a call, isn't made."""
@@ -122,7 +128,7 @@ def simulated(
         finally:
             queues.synchronize()
 
-    queues.policy.update(late=late)
+    queues.policy.update(late=late, last=set())
     queues.policy["draw"].seed(seed)
     with (
         mock.patch("fxsched.runtime.threads.StrictExchange", wires),
