@@ -228,6 +228,7 @@ class Backend:
         self._start_workers()
         if isinstance(self._workers, Ranks):
             self._workers.call()
+            self._workers.follow(args, self.request.order == "static")
         self.params.take(gm.meta["state"], args)
         args, padded = self.sized(gm, args)
         step = self._step(gm, args)

@@ -328,8 +328,9 @@ def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
     weighted, exact = (options.loss_reduction == word for word in ("weighted", "exact"))
     whole = options.ragged != "error" or rank is not None or weighted
     yield (
-        options.transport == "strict" and options.order == "dynamic",
-        "backend(transport='strict', order='dynamic'): messages are matched by their "
+        options.transport in ("strict", "nccl") and options.order == "dynamic",
+        f"backend(transport={options.transport!r}, order='dynamic'): messages are "
+        "matched by their "
         "order, which must be that of the plan; leave order= out",
     )
     yield (

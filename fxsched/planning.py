@@ -180,7 +180,9 @@ def _between(workers: Workers | None, request: Request) -> dict[str, Any]:
         return {"ordered": workers is not None and workers.ordered}
     processes = workers.processes
     hosts = request.hosts or processes.hosts
-    return {"hosts": hosts, "gloo": not processes.near}
+    ordered = processes.groups is not None
+    near = processes.near and not ordered
+    return {"hosts": hosts, "gloo": not near, "ordered": ordered}
 
 
 def _traced(

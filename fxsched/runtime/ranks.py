@@ -17,6 +17,7 @@ from ..checker.summary import Summary
 from ..ir.graphs import Role, State
 from ..ir.loss_scale import Gradients, overflowed
 from ..ir.parts import KeptParts
+from ..ir.request import Transport
 from ..ir.step import Message
 from ..jobs.job import PlanError
 from ..params.averaged import share_averages
@@ -29,6 +30,7 @@ from ..params.released import give_up, stay_released, take_back
 from ..params.scaler import share_overflows
 from ..plans.arithmetic import first_difference
 from ..plans.plan import Plan
+from ..transport.device_groups import backend_of, check_backend
 from ..transport.processes import BACKENDS, MESSAGES, Processes
 from .run import Run
 from .runnable import Runnable
@@ -44,8 +46,13 @@ class Ranks:
     readers: tuple[int, ...] | None = None
 
     def __init__(
-        self, workers: int, near: bool = True, timeout: float | None = None
+        self,
+        workers: int,
+        transport: Transport | None = None,
+        timeout: float | None = None,
     ) -> None:
+        near = transport in (None, "distributed")
+        self.transport, self.asked = transport, False  # by which device messages go
         self.processes = Processes(workers, near, timeout)
         BACKENDS.add(self.processes)
         self.rank = self.processes.rank
@@ -73,6 +80,22 @@ class Ranks:
         self.processes.share(shared, 0, range(self.processes.workers))
         return int(shared)
 
+    def follow(self, args: Sequence[Any], static: bool) -> None:
+        """Has messages go from device to device if the first call's tensors are on one
+        that can. Raises PlanError if they can't and transport="nccl".
+
+        static: whether programs run in the planned order, which such messages need.
+        """
+        if self.asked or self.transport not in (None, "nccl"):
+            return
+        self.asked = True
+        kinds = {a.device for a in args if isinstance(a, Tensor)}
+        device = next((d for d in kinds if d.type != "cpu"), torch.device("cpu"))
+        if self.transport is not None:
+            check_backend(self.transport, device)
+        if static and (backend := backend_of(device)) is not None:
+            self.processes.go_by_device(device, backend)
+
     def call(self) -> None:
         """Counts a call of the backend. Raises PlanError after a failure."""
         self.processes.control.ready()
@@ -83,7 +106,7 @@ class Ranks:
         """A run of this rank's program, begun."""
         (mine,) = programs.values()
         with self.guarded():
-            endpoint = self.processes.endpoint()
+            endpoint = self.processes.endpoint_of_run()
         run = mine.begin(self.rank, inputs(self.rank, mine.program.gm), endpoint)
         reference = weakref.ref(run)  # the run holds the endpoint
         endpoint.where = lambda: run.where()[1] if (run := reference()) else ""
@@ -177,6 +200,8 @@ class Ranks:
                     f"rank {rank} has passes={list(other)}, rank 0 has "
                     f"{list(passes_by_rank[0])}; give the same passes on every rank"
                 )
+        messages = (each for each in plan.lines if isinstance(each, Message))
+        self.processes.open((each.source, each.to) for each in messages)
 
     def _departed(self, plan: Plan, rank: int) -> PlanError:
         """What a rank computes that rank 0 doesn't, or that it has other programs."""

@@ -20,4 +20,4 @@ def workers_of(
     kind = choose(transport, count)
     if kind in IN_PROCESS:
         return Threads(count, ordered=kind == "strict")
-    return Ranks(count, kind == "distributed", timeout)
+    return Ranks(count, transport, timeout)

@@ -17,10 +17,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -32,10 +33,12 @@ from torch.distributed import distributed_c10d as c10d
 from ..jobs.job import PlanError
 from .board import TICK, Mark
 from .control import SAME, Control
+from .device_groups import DeviceGroups, Edge
 from .endpoints import Where
 from .helper_threads import Helpers
 from .host_links import host_name
 from .leaving import Leaving
+from .ordered import OrderedEndpoint, Work
 from .shared_memory import Neighbour, Neighbours
 from .wire_format import Parcel
 from .world import check_world, default_timeout, start_group
@@ -137,6 +140,37 @@ class ProcessEndpoint:
         self.processes.fail(error)
 
 
+class DeviceEndpoint(OrderedEndpoint):
+    """An endpoint of a rank whose messages go from device to device."""
+
+    def __init__(self, processes: Processes, groups: DeviceGroups, mark: Mark) -> None:
+        super().__init__(processes.rank, groups.device, groups.connection)
+        self.processes, self.mark = processes, mark
+        self.where: Callable[[], str] = lambda: ""  # the job that the run is at
+        self.awaited: list[tuple[Work, int, str]] = []  # by whom, for which job
+
+    def take(self, parcel: Parcel) -> Any:
+        works = [work for work, _ in self.coming[parcel.tag]]
+        with self.processes.waiting(parcel.peer, self.mark, self.where):
+            value = super().take(parcel)
+        self.awaited += [(work, parcel.peer, self.where()) for work in works]
+        return value
+
+    def finish(self) -> None:
+        """Has a thread look after what the device still waits for."""
+        with self.processes.waiting(None, self.mark, self.where):
+            super().finish()
+        late = [each for each in self.awaited if not each[0].is_completed()]
+        self.awaited = []
+        if late:
+            self.processes.helpers.call(
+                partial(self.processes.await_all, late, self.mark)
+            )
+
+    def fail(self, error: BaseException) -> None:
+        self.processes.fail(error)
+
+
 @dataclass(eq=False)
 class Wait:
     """A wait inside torch.distributed: for whom, at which call, since when."""
@@ -177,6 +211,8 @@ class Processes:
         self.mark: Mark | None = None  # of the call; None while it plans
         self.waits: dict[int, Wait] = {}  # by thread
         self.verdict: Exception | None = None  # of the thread that looks after waits
+        self.groups: DeviceGroups | None = None  # where messages go by device
+        self.edges: set[Edge] = set()  # that plans use
         self.closed = threading.Event()
         self._connect((0, 0))
         _all.add(self)
@@ -228,6 +264,28 @@ class Processes:
         if self.near:
             self.neighbours = Neighbours(self.rank, self.all, self.control)
 
+    def go_by_device(self, device: torch.device, backend: str) -> None:
+        """Has messages of runs go from device to device."""
+        limit = self.limit + 4 * TICK
+        self.groups = DeviceGroups(self.rank, device, backend, limit)
+
+    def open(self, edges: Iterable[Edge]) -> None:
+        """Connects the ranks that a plan has send each other messages; all ranks call
+        it with the same plan."""
+        if self.groups is not None:
+            self.edges.update(edges)
+            with self.waiting(None, where=lambda: "connecting devices"):
+                self.groups.open(self.edges)
+
+    def await_all(self, late: Sequence[tuple[Work, int, str]], mark: Mark) -> None:
+        """Waits, beside the program, for messages that the device waits for."""
+        for work, rank, job in late:
+            with suppress(Exception), self.waiting(rank, mark, partial(str, job)):
+                while not work.is_completed():
+                    if self.control.failure is not None:
+                        return
+                    time.sleep(TICK / 4)
+
     def reset(self, loaded: bool) -> None:
         """New connections after a failure; all ranks call it.
 
@@ -257,6 +315,7 @@ class Processes:
         self.verdict = self.mark = None
         self._connect((max(calls), max(plans)))
         self.control.names = old.names
+        self.open(())
 
     def disconnect(self) -> None:
         """Ends links and group; a receive that waits for them must be broken before."""
@@ -266,6 +325,8 @@ class Processes:
         group, self._group = self._group, None  # its threads and sockets end with it
         if group and dist.is_initialized() and dist.group.WORLD is self.world:
             dist.destroy_process_group(group)
+            if self.groups is not None:
+                self.groups.close()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -286,7 +347,9 @@ class Processes:
         self.disconnect()
 
     def interrupt(self) -> None:
-        """Breaks the links and the group's connections."""
+        """Breaks the links and the groups' connections."""
+        if self.groups is not None:
+            self.groups.abort()
         if isinstance(self.neighbours, Neighbours):
             self.neighbours.close()
         if self.workers > 1 and self._group:  # a receive that comes too late closes all
@@ -343,7 +406,17 @@ class Processes:
         self.mark = Mark(self.control.calls, plan, inputs)
 
     def endpoint(self) -> ProcessEndpoint:
+        """What the present call sends and takes through, by way of the host."""
+        return ProcessEndpoint(self, self._begun())
+
+    def endpoint_of_run(self) -> ProcessEndpoint | DeviceEndpoint:
         """What a run of the present call sends and takes through."""
+        if self.groups is None:
+            return self.endpoint()
+        return DeviceEndpoint(self, self.groups, self._begun())
+
+    def _begun(self) -> Mark:
+        """The present call's mark, which others are told."""
         if os.getpid() != self.process:
             raise PlanError(
                 "this process was forked from a rank and is none itself; call the "
@@ -351,7 +424,7 @@ class Processes:
             )
         assert self.mark is not None, "a call runs a plan"
         self.control.begin(self.mark)
-        return ProcessEndpoint(self, self.mark)
+        return self.mark
 
     def share(self, tensor: Tensor, source: int, to: Sequence[int]) -> None:
         """Copies a tensor from one rank to others; every rank calls it alike."""

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from fxsched.runtime.threads import Threads
 from fxsched.runtime.run import Run
-from fxsched.transport import strict
+from fxsched.runtime.threads import Threads
 from fxsched.transport.endpoints import Exchange
 from fxsched.transport.ordered import OrderedEndpoint
 
@@ -95,6 +94,10 @@ class Posted:
         return self.item.done
 
 
+def _on_device(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "sim"
+
+
 @contextlib.contextmanager
 def simulated(
     count: int | None = None,
@@ -116,7 +119,12 @@ def simulated(
     def worker(self: Run, tangents: Any = None) -> Any:
         queues.enter(self.endpoint.exchange.workers[self.worker])
         try:
-            return run(self, tangents)
+            results = run(self, tangents)
+            given = [
+                device.raw(each) for each in tree_leaves(results) if _on_device(each)
+            ]
+            queues.current_stream().launch(lambda: None, "the user", given)
+            return results
         finally:
             device.memory.collect()
             queues.enter(None)

@@ -1,0 +1,104 @@
+"""Messages from device to device: process groups of a backend such as NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..jobs.job import PlanError
+from .ordered import Work
+
+Edge = tuple[int, int]  # a rank that sends, and the one that receives
+
+
+def backend_of(device: torch.device) -> str | None:
+    """The backend of torch.distributed that sends tensors of a device without the host,
+    such as "nccl"; None if there is none here."""
+    name = dist.Backend.default_device_backend_map.get(device.type)
+    there = device.type != "cpu" and name and dist.is_backend_available(name)
+    return name if there else None
+
+
+def check_backend(asked: str, device: torch.device) -> None:
+    """Raises PlanError unless tensors of a device are sent by the backend asked for."""
+    if (found := backend_of(device)) != asked:
+        instead = f"the backend of {device.type} here is {found!r}"
+        if device.type == "cpu":
+            instead = (
+                "the model's tensors are on the CPU; move model and batch to a GPU"
+            )
+        raise PlanError(
+            f"backend(transport={asked!r}): {instead}; or leave transport= out"
+        )
+
+
+class DeviceGroups:
+    """Connections of this rank: for each directed edge a process group of two ranks, so
+    that a message never waits for one of another edge.
+
+    device: whose memory messages lie in. limit: seconds that a message may take.
+    """
+
+    def __init__(
+        self, rank: int, device: torch.device, backend: str, limit: float
+    ) -> None:
+        self.rank, self.device, self.backend, self.limit = rank, device, backend, limit
+        self.groups: dict[Edge, Any] = {}
+
+    def open(self, edges: Iterable[Edge]) -> None:
+        """Makes what isn't there yet, and uses each once: a backend connects two ranks
+        when they first send. All ranks call it with the same edges."""
+        for edge in sorted(set(edges) - set(self.groups)):
+            late = timedelta(seconds=self.limit)
+            ranks = sorted(edge)
+            self.groups[edge] = dist.new_group(ranks, late, backend=self.backend)
+            if self.rank in edge:
+                byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+                way = self.connection(*edge)
+                first = way.send if self.rank == edge[0] else way.receive
+                first(byte, 0).wait()
+
+    def connection(self, source: int, to: int) -> GroupConnection:
+        """The way from one rank to another."""
+        return GroupConnection(source, to, self.groups[source, to])
+
+    def abort(self) -> None:
+        """Ends what is under way, so that nothing waits for it."""
+        for group in self._own():
+            with suppress(RuntimeError, NotImplementedError):
+                group.abort()
+
+    def close(self) -> None:
+        """Ends the process groups."""
+        for group in self._own():
+            dist.destroy_process_group(group)
+        self.groups.clear()
+
+    def _own(self) -> list[Any]:
+        return [group for edge, group in self.groups.items() if self.rank in edge]
+
+
+class GroupConnection(NamedTuple):
+    """The way from one rank to another. Messages have no tags: NCCL's have none."""
+
+    source: int
+    to: int
+    group: Any
+
+    def send(self, buffer: Tensor, tag: int) -> Work:
+        """Begins to send, once what the present stream has so far is done."""
+        work = dist.isend(buffer, self.to, self.group)
+        assert work is not None, "this rank is one of the two"
+        return work
+
+    def receive(self, buffer: Tensor, tag: int) -> Work:
+        """Begins to receive, likewise."""
+        work = dist.irecv(buffer, self.source, self.group)
+        assert work is not None, "this rank is one of the two"
+        return work
