@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import queue
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +64,7 @@ class Dynamic(Run):
         endpoint: Endpoint,
         record: RunRecord | None,
     ) -> None:
-        super().__init__(worker, endpoint, record)
+        super().__init__(worker, inputs, endpoint, record, runnable.record)
         self.runnable, self.program = runnable, runnable.program
         self.receives = self.program.receives
         self.values: list[Any] = [None] * len(self.program.slots)
@@ -156,7 +155,7 @@ class Dynamic(Run):
     def _execute(self, task: Task) -> None:
         job = task.job if self.runnable.record else None
         ranged = None if job is None else open_range(str(job))
-        start = time.perf_counter()
+        start = None if job is None else self.clock()
         try:
             self.runnable.run[id(task)](self.values, self.wire.send)
         except Exception as error:
@@ -165,7 +164,7 @@ class Dynamic(Run):
         finally:
             close_range(ranged)
         if job is not None:
-            self.log(job, start, time.perf_counter())
+            self.log(job, start, self.clock())
 
     def _dynamic(self, tasks: Sequence[Task]) -> None:
         arrived: queue.SimpleQueue[int] = queue.SimpleQueue()

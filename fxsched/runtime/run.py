@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..clock.timeline import Event
 from ..jobs.job import Job
 from ..transport.endpoints import Endpoint
 from .culprit import add_culprit
+from .devices import Clock, DeviceClock, device_of
 from .run_record import RecordedEndpoint, RunRecord
 from .tasks import Task
 
@@ -22,13 +24,23 @@ class Run(ABC):
 
     events: the jobs that ran, with times of time.perf_counter, if the program records.
     told: how many of them the step has. record: for the flight record, if there is one.
-    wire: what messages go through.
+    wire: what messages go through. device: that of the inputs, None for the CPU.
+    clock: says now, or marks it on the device, if the program records.
     """
 
     def __init__(
-        self, worker: int, endpoint: Endpoint, record: RunRecord | None = None
+        self,
+        worker: int,
+        inputs: dict[str, Any],
+        endpoint: Endpoint,
+        record: RunRecord | None,
+        timed: bool,
     ) -> None:
         self.worker, self.endpoint, self.record = worker, endpoint, record
+        self.device = device_of(inputs.values())
+        self.clock: Clock = perf_counter
+        if timed and self.device is not None:
+            self.clock = DeviceClock(self.device)
         self.events: list[Event] = [] if record is None else record.events
         self.told = 0
         self.inference = torch.is_inference_mode_enabled()  # in the caller's thread
@@ -50,6 +62,11 @@ class Run(ABC):
                     self.record.error = f"{type(error).__name__}: {error}"
                 raise
         self.endpoint.finish()
+        if isinstance(clock := self.clock, DeviceClock):
+            self.events[self.told :] = [
+                Event(job, worker, clock.seconds(start), clock.seconds(end))
+                for job, worker, start, end in self.events[self.told :]
+            ]
         return results
 
     @abstractmethod
@@ -66,6 +83,6 @@ class Run(ABC):
             self.record.task = task.name
         add_culprit(error, self.worker, gm, task)
 
-    def log(self, job: Job, start: float, end: float) -> None:
-        """Notes when a job ran."""
+    def log(self, job: Job, start: Any, end: Any) -> None:
+        """Notes when a job ran, as `clock` says."""
         self.events.append(Event(job, self.worker, start, end))

@@ -66,7 +66,7 @@ class Static(Run):
         endpoint: Endpoint,
         record: RunRecord | None,
     ) -> None:
-        super().__init__(worker, endpoint, record)
+        super().__init__(worker, inputs, endpoint, record, straight.record)
         self.straight = straight
         self.left = len(straight.program.phases)
         self.lanes = [Lane(endpoint.fail) for _ in straight.lanes]
@@ -74,7 +74,7 @@ class Static(Run):
             endpoint.share()
         wire, calls = self.wire, [lane.call for lane in self.lanes]
         self.steps: Steps = straight.run(
-            inputs, wire.send, wire.expect, wire.take, self.log, *calls
+            inputs, wire.send, wire.expect, wire.take, self.clock, self.log, *calls
         )
 
     def where(self) -> tuple[int | None, str]:

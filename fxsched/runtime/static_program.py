@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Generator, Sequence
 from itertools import groupby
 from typing import Any
@@ -30,9 +29,10 @@ class Straight:
     prefetch: for how many tasks ahead weights are asked for.
     ordered: whether sends and receives stay where they stand in the program.
     lanes: the lanes beside the program that it needs, by number.
-    run(given, send, expect, take, log, *lanes): given has the inputs by name; log(job,
-    start, end) is called after each job, if `record`, and a profiler gets its name;
-    a lane is Lane.call of one: lane(task, function, *args).
+    run(given, send, expect, take, clock, log, *lanes): given has the inputs by name;
+    log(job, start, end) is called after each job, if `record`, with what clock() gave,
+    and a profiler gets its name; a lane is Lane.call of one: lane(task, function,
+    *args).
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Straight:
         lines = self.source.written()
         self.tasks = [task for _, task in lines]
         ranges = {"open_range": open_range, "close_range": close_range}
-        names = {**self.source.names, **ranges, "clock": time.perf_counter}
+        names = {**self.source.names, **ranges}
         names["empty"] = torch.empty
         tasks = [task for phase in program.phases for task in phase]
         self.lanes = sorted({task.aside for task in tasks} - {0})
         lanes = [f"lane_{number}" for number in self.lanes]
-        head = ", ".join(["given, send, expect, take, log", *lanes])
+        head = ", ".join(["given, send, expect, take, clock, log", *lanes])
         self.file, self.run = compiled("program", head, lines, names)
 
     def _phase(self, number: int, tasks: Sequence[Task]) -> None:

@@ -19,6 +19,7 @@ from ..params.released import is_given_up
 from ..plans.plan import Plan
 from ..transport.endpoints import Aborted, Exchange, ThreadEndpoint
 from ..transport.strict import StrictEndpoint, StrictExchange
+from .devices import present_stream
 from .run import Run
 from .runnable import Runnable
 
@@ -105,7 +106,8 @@ class Threads:
 
         def guarded(run: Run) -> dict[str, Any]:
             try:
-                return run.advance(tangents)
+                with stream():
+                    return run.advance(tangents)
             except BaseException:
                 exchange.abort()
                 raise
@@ -118,6 +120,7 @@ class Threads:
         endpoint = runs[0].endpoint
         assert isinstance(endpoint, ThreadEndpoint | StrictEndpoint)
         exchange = endpoint.exchange
+        stream = present_stream(runs[0].device)
         with self.busy:
             futures = [self.pool.submit(guarded, run) for run in runs]
             try:

@@ -20,6 +20,9 @@ from .endpoints import Where
 from .wire_format import Parcel
 
 
+SENDS, BYTES = 4, 1 << 22  # on their way to a peer, or more while they are small
+
+
 class Work(Protocol):
     """A send or a receive that has begun, such as torch.distributed.Work."""
 
@@ -57,14 +60,17 @@ class OrderedEndpoint:
         self.leaving: dict[int, deque[tuple[Work, Tensor]]] = {}  # by peer
 
     def send(self, value: Any, parcel: Parcel) -> None:
-        """Keeps what is sent until it has left: else the next tensor of the present
-        stream could lie there too early."""
+        """Keeps what is sent until it has left, since the next tensor of the present
+        stream could lie there. Before it keeps more than BYTES for a peer, the stream
+        waits."""
         way = self.connection(self.worker, parcel.peer)
         leaving = self.leaving.setdefault(parcel.peer, deque())
         for buffer in parcel.buffers(value, self.device):
             leaving.append((way.send(buffer, parcel.tag), buffer))
-        while leaving and leaving[0][0].is_completed():
+        while leaving[0][0].is_completed() and len(leaving) > 1:
             leaving.popleft()
+        while len(leaving) > SENDS and sum(b.nbytes for _, b in leaving) > BYTES:
+            leaving.popleft()[0].wait()
 
     def expect(self, parcel: Parcel) -> None:
         way = self.connection(parcel.peer, self.worker)

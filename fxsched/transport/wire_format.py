@@ -159,13 +159,14 @@ class Packing:
             if part.shape != part.spec.shape:
                 for dim, size in enumerate(part.shape):
                     tensor = tensor.narrow(dim, 0, size)
-            view.copy_(tensor)
+            if view.numel():  # a credit of the CPU doesn't make the device wait
+                view.copy_(tensor)
 
     def read(self, views: Sequence[Tensor]) -> list[Tensor]:
         """The tensors as they were sent, of the same memory where it can be."""
         tensors = []
         for view, (_, _, shape, stride, spec) in zip(views, self.parts, strict=True):
-            tensor = view.to(spec.device)
+            tensor = view.to(spec.device) if spec.bytes else spec.empty()
             if shape != spec.shape:
                 tensor = tensor.expand(spec.shape)
             elif stride != spec.stride and not _overlaps(spec):

@@ -8,7 +8,8 @@ operator that fills it has run, and again once its tensor is gone.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,14 +31,16 @@ class Memory:
     """Blocks of memory; those of gone tensors are poisoned and used again by their
     stream, as those of CUDA's caching allocator are.
 
-    used, peak: bytes of tensors.
+    used, peak: bytes of tensors, by worker.
     """
 
     def __init__(self) -> None:
         self.blocks: dict[int, Tensor] = {}  # by address
         self.live: dict[int, tuple[StorageWeakRef, queues.Stream, int]] = {}
         self.free: dict[tuple[queues.Stream, int], list[int]] = defaultdict(list)
-        self.used = self.peak = 0
+        self.used: Counter[int | None] = Counter()
+        self.peak: Counter[int | None] = Counter()
+        self.before: set[int] = set()  # addresses that aren't counted
 
     def storage(self, size: int) -> torch.UntypedStorage:
         """New memory, poisoned, of the present stream."""
@@ -55,8 +58,9 @@ class Memory:
                 address, torch.device("sim", 0), size
             )
             self.live[address] = StorageWeakRef(made), stream, size
-            self.used += size
-            self.peak = max(self.peak, self.used)
+            worker = stream.worker
+            self.used[worker] += size
+            self.peak[worker] = max(self.peak[worker], self.used[worker])
         return made
 
     def collect(self) -> None:
@@ -68,7 +72,15 @@ class Memory:
                 block = self.blocks[address]
                 stream.put(queues.Item("free", lambda block=block: block.fill_(POISON)))
                 self.free[stream, size].append(address)
-                self.used -= size
+                self.used[stream.worker] -= size * (address not in self.before)
+                self.before.discard(address)
+
+    def restart(self) -> None:
+        """Counts what is new from now on, and its peak."""
+        self.collect()
+        self.before = set(self.live)
+        self.used.clear()
+        self.peak.clear()
 
 
 memory = Memory()
@@ -192,8 +204,33 @@ def _copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor
     return to
 
 
+class Event:
+    """A mark of a stream, with the time at which its queue comes to it."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.time = 0.0
+        self.item: queues.Item | None = None
+
+    def record(self) -> None:
+        self.item = queues.current_stream().put(queues.Item("event", self._note))
+
+    def _note(self) -> None:
+        self.time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        queues.synchronize(self.item)
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.time - self.time)
+
+
 class Module:
     """What torch.sim has."""
+
+    Event, stream = Event, staticmethod(queues.on_stream)
+
+    def current_stream(self, device: Any = None) -> queues.Stream:
+        return queues.current_stream()
 
     def is_initialized(self) -> bool:
         return True

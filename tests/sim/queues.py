@@ -11,7 +11,8 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -79,9 +80,14 @@ class Transfer(Item):
 class Stream:
     """What runs in order. queue: that of the hardware, which streams may share."""
 
-    def __init__(self, queue: deque[Item] | None = None, carries: bool = False) -> None:
+    def __init__(
+        self,
+        queue: deque[Item] | None = None,
+        carries: bool = False,
+        worker: int | None = None,
+    ) -> None:
         self.queue: deque[Item] = deque() if queue is None else queue
-        self.carries = carries  # messages
+        self.carries, self.worker = carries, worker  # messages; its number
 
     def put(self, item: Item) -> Item:
         """Adds an item at the end."""
@@ -99,9 +105,9 @@ class Stream:
 
         def checked() -> None:
             for each in reads:
-                if isinstance(each, Tensor) and each.is_floating_point():
-                    if each.isnan().any():
-                        poisoned.append(name)
+                floats = isinstance(each, Tensor) and each.is_floating_point()
+                if floats and each.isnan().any():
+                    poisoned.append(name)
             run()
 
         item = self.put(Item(name, checked))
@@ -132,7 +138,7 @@ class Worker:
         if name not in self.streams:
             place = len(self.streams) % (self.count or 1)
             queue = self.hardware[place] if self.count else None
-            self.streams[name] = Stream(queue, name != "compute")
+            self.streams[name] = Stream(queue, name != "compute", self.number)
         return self.streams[name]
 
 
@@ -149,6 +155,17 @@ def current_stream() -> Stream:
     if not hasattr(_own, "stream"):
         _own.stream = Stream()
     return _own.stream
+
+
+@contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    """This thread launches there, unless it is a worker's."""
+    before = current_stream()
+    _own.stream = stream
+    try:
+        yield
+    finally:
+        _own.stream = before
 
 
 def synchronize(until: Item | None = None) -> None:

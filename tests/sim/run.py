@@ -43,7 +43,7 @@ class End(OrderedEndpoint):
 
 
 class Way:
-    """A worker's end of a connection: a stream of its own, as in NCCL's process group."""
+    """A worker's end of a connection, with a stream of its own, as NCCL's are."""
 
     def __init__(self, wires: Wires, worker: int, edge: tuple[int, int]) -> None:
         self.wires, self.worker, self.edge = wires, worker, edge
