@@ -27,12 +27,13 @@ def trace_modes() -> Iterator[str]:
     yield f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()} {casts()}"
     yield f"{torch.get_default_dtype()} {torch.get_default_device()}"
     yield f"{torch.are_deterministic_algorithms_enabled()}"
-    yield f"{torch.get_float32_matmul_precision()} {torch.backends.mkldnn.enabled}"
-    cuda: Any = torch.backends.cuda
+    backends: Any = torch.backends
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    yield f"{mkldnn.matmul.fp32_precision} {mkldnn.enabled}"
     yield (
         f"{cuda.flash_sdp_enabled()} {cuda.mem_efficient_sdp_enabled()} "
         f"{cuda.math_sdp_enabled()} {cuda.cudnn_sdp_enabled()} "
-        f"{cuda.matmul.allow_tf32} {torch.backends.cudnn.enabled}"
+        f"{cuda.matmul.fp32_precision} {cudnn.conv.fp32_precision} {cudnn.enabled}"
     )
 
 
