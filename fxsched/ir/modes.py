@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-DEVICES = ("cpu", "cuda")
+
+def _kinds() -> list[str]:
+    """The kinds of devices that autocast may be on for."""
+    device = torch.accelerator.current_accelerator()
+    own = "cuda" if device is None else device.type
+    return list(dict.fromkeys(("cpu", "cuda", own)))
 
 
 def casts() -> list[tuple[str, torch.dtype]]:
@@ -17,7 +22,7 @@ def casts() -> list[tuple[str, torch.dtype]]:
     to."""
     return [
         (kind, torch.get_autocast_dtype(kind))
-        for kind in DEVICES
+        for kind in _kinds()
         if torch.is_autocast_enabled(kind)
     ]
 
@@ -42,7 +47,7 @@ def with_casts(casts_then: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
     """Autocast as `casts` said that it was."""
     then = dict(casts_then)
     with ExitStack() as stack:
-        for kind in DEVICES:
+        for kind in _kinds():
             if then.get(kind) != dict(casts()).get(kind):
                 on = kind in then
                 stack.enter_context(torch.autocast(kind, then.get(kind), enabled=on))
@@ -73,7 +78,7 @@ def modes_after_errors() -> Iterator[None]:
     gradients, nested = torch.is_grad_enabled(), _nested()
     before = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in DEVICES
+        for kind in _kinds()
     ]
     try:
         with (

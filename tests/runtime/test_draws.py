@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fxsched
 from fxsched import PlanError, Schedule, schedules
 from fxsched.ir import ops
+from tests.devices import find_devices
 from tests.drawn_models import Drawing, Once, Rows, compare
 from tests.started_ranks import run_ranks
 from tests.whole_batch import drawn
@@ -147,28 +148,14 @@ def test_dropout_between_layers_of_an_rnn_is_refused() -> None:
     torch.testing.assert_close(step(x), model(x))
 
 
-class Devices:
-    """A module of devices, as torch.get_device_module gives one: their generators."""
-
-    def __init__(self, count: int) -> None:
-        self.generators = [torch.Generator().manual_seed(i) for i in range(count)]
-
-    def get_rng_state(self, device: int) -> Tensor:
-        return self.generators[device].get_state()
-
-    def set_rng_state(self, state: Tensor, device: int) -> None:
-        self.generators[device].set_state(state)
-
-
 @pytest.mark.parametrize("named", ["device=", "tensor", "list"])
 def test_a_draw_seeds_the_devices_that_it_names_and_no_others(
     named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On three devices that the CPU stands in for; the draw is on number 1."""
-    devices, on_cpu = Devices(3), torch.Generator
-    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+    devices, on_cpu = find_devices(monkeypatch, "cuda", 3), torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device: on_cpu())
-    before = [*map(devices.get_rng_state, range(3)), torch.get_rng_state()]
+    before = [*devices.states(), torch.get_rng_state()]
 
     def draw(*args: Any, **kwargs: Any) -> list[Tensor]:
         cpu = torch.rand(3)
@@ -183,6 +170,6 @@ def test_a_draw_seeds_the_devices_that_it_names_and_no_others(
     same = [torch.equal(a, b) for a, b in zip(drawn[0][1:], drawn[1][1:], strict=True)]
     assert same == [False, True, False]
     assert torch.equal(drawn[0][2], drawn[0][0])  # both from seed 7
-    after = [*map(devices.get_rng_state, range(3)), torch.get_rng_state()]
+    after = [*devices.states(), torch.get_rng_state()]
     unchanged = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
     assert unchanged == [False, True, False, True]  # others went on, as they drew
