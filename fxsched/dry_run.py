@@ -36,7 +36,8 @@ def plan(
 
     Keyword arguments may be options of fxsched.backend that a plan depends on; all
     others are passed to the model. One process plans for any number of workers. A model
-    and inputs on the meta device, which has no memory, are planned as on the CPU.
+    and inputs on the meta device, which has no memory, are planned as on the CPU,
+    with the costs of device= if it is given.
     Raises PlanError for a model or schedule that can't be planned.
     """
     _check_model("plan", model)

@@ -35,6 +35,7 @@ from .ir.request import (
     Carry,
     CheckInputs,
     CutWord,
+    Device,
     LossReduction,
     Order,
     OutputReduction,
@@ -200,6 +201,10 @@ class Options:
         that `fxsched network` wrote. fxsched uses its speeds to choose stages and
         shards and to predict the step, and its hosts to add up gradients host by host.
         By default all workers are on one host, with roughly estimated speeds.
+    device: the device whose speeds fxsched estimates costs with, to choose stages and
+        shards and to predict the step: "cpu" (one core), "A10", "L4", "A100", "H100" or
+        "H200". Name it to plan for another machine than this one. By default the device
+        that the model is on.
     """
 
     schedule: Schedule
@@ -237,6 +242,7 @@ class Options:
     model_passes: Sequence[ModelPass] = ()
     sums: Sums = "auto"
     network: Wires | str | PathLike[str] | None = None
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         for name, check in CHECKED.items():
@@ -410,6 +416,11 @@ def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
         options.optimizer is not None and options.loss_scale is not None,
         "backend(optimizer=, loss_scale=): a GradScaler's step is not in the program; "
         "train in bfloat16, or leave optimizer= out",
+    )
+    yield (
+        options.device is not None and options.measured is not None,
+        f"backend(profile=, device={options.device!r}): a profile has the times of the "
+        "device that it was measured on; leave one of them out",
     )
     for name in ("clip_grad_norm", "skip_nonfinite"):
         yield (

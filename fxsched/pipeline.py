@@ -205,7 +205,10 @@ def _notes(step: Step, request: Request) -> tuple[str, ...]:
     get."""
     said = filter(None, (step.facts.pairs, step.facts.norms))
     updates, unmet = _updates(step, request), _unmet(step, request)
-    return (*_joint(step, request), *said, *updates, *unmet)
+    notes = (*_joint(step, request), *said, *updates, *unmet)
+    if request.device is None:
+        return notes
+    return (*notes, f"costs are estimates for device={request.device!r}")
 
 
 def _joint(step: Step, request: Request) -> Iterator[str]:

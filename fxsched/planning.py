@@ -209,6 +209,7 @@ def _traced(
             spread,
             norms,
             once,
+            request.device,
         )
         if options.measured is not None:
             options.measured.apply(traced.graph)

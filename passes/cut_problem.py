@@ -26,7 +26,7 @@ def send_time(node: fx.Node, request: Request) -> float:
     if not values:
         return 0.0
     size = sum(t.nbytes for t in values)
-    return send_seconds(size, values[0].device, request.link)
+    return send_seconds(size, values[0].device, request.link, request.device)
 
 
 def cut_problem(blocks: list[Block], request: Request) -> Problem:

@@ -382,7 +382,7 @@ class _Differentiation:
     def _seconds(self, flat: fx.GraphModule) -> float:
         """What a flat graph should take; stages share them."""
         if flat not in self.costs:
-            self.costs[flat] = graph_cost(flat).seconds
+            self.costs[flat] = graph_cost(flat, self.request.device).seconds
         return self.costs[flat]
 
     def _item(self, call: fx.Node, position: int, name: str) -> fx.Node:

@@ -56,7 +56,7 @@ def run_model_passes(
                 "placeholders as they are"
             )
         gm.meta = {**known, **gm.meta}
-        _complete(gm, name, before)
+        _complete(gm, name, before, request)
     return gm
 
 
@@ -68,7 +68,9 @@ def _called(node: fx.Node) -> Called:
     return node.target, node.args, node.kwargs
 
 
-def _complete(gm: fx.GraphModule, name: str, before: Mapping[fx.Node, Called]) -> None:
+def _complete(
+    gm: fx.GraphModule, name: str, before: Mapping[fx.Node, Called], request: Request
+) -> None:
     """Runs what a pass changed, and what reads that, on fake tensors, for what other
     passes want to know of a node."""
     interpreter = fx.Interpreter(gm)
@@ -82,16 +84,18 @@ def _complete(gm: fx.GraphModule, name: str, before: Mapping[fx.Node, Called]) -
             if changed or not fresh.isdisjoint(node.all_input_nodes):
                 fresh.add(node)
                 of_node(node).setdefault("module", place)
-                _run(interpreter, node, name)
+                _run(interpreter, node, name, request)
             place = of_node(node)["module"]
 
 
-def _run(interpreter: fx.Interpreter, node: fx.Node, name: str) -> None:
+def _run(
+    interpreter: fx.Interpreter, node: fx.Node, name: str, request: Request
+) -> None:
     """Gives a node its value, and what it costs."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: of_node(n).get("val"))
     read = list(tensors([*args, *kwargs.values()]))
     versions = [tensor._version for tensor in read]
-    with Meter() as meter:
+    with Meter(request.device) as meter:
         try:
             value = getattr(interpreter, node.op)(node.target, args, kwargs)
         except Exception as error:

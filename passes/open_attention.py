@@ -18,6 +18,7 @@ from ..ir.graphs import named_arguments, tensors
 from ..ir.lazy import lazy_module
 from ..ir.meta import of_node
 from ..ir.regions import Regions
+from ..ir.request import Device
 from ..ir.shard_calls import attended, attention_weights
 from ..partition.costs import Work, copied
 from ..placement.layouts import Follower, Operation, in_flow, value_of
@@ -59,7 +60,7 @@ def opened(
     return Opened(result, origins)
 
 
-def open_attention(gm: fx.GraphModule) -> Opened:
+def open_attention(gm: fx.GraphModule, target: Device | None) -> Opened:
     """Writes attention with dropout out where torch computes it so: on the CPU.
 
     before: y = scaled_dot_product_attention(q, k, v, None, 0.1)
@@ -72,7 +73,9 @@ def open_attention(gm: fx.GraphModule) -> Opened:
     follower = Follower(gm, 1)
 
     def write(graph: fx.Graph, node: fx.Node, new: Nodes) -> fx.Node | None:
-        return _Writer(follower, graph, node).write(new) if draws_on_cpu(node) else None
+        if not draws_on_cpu(node):
+            return None
+        return _Writer(follower, graph, node, target).write(new)
 
     return opened(gm, in_flow(gm.graph.nodes), write)
 
@@ -90,8 +93,15 @@ def draws_on_cpu(node: fx.Node) -> bool:
 class _Writer:
     """Writes one call of attention out."""
 
-    def __init__(self, follower: Follower, graph: fx.Graph, node: fx.Node) -> None:
+    def __init__(
+        self,
+        follower: Follower,
+        graph: fx.Graph,
+        node: fx.Node,
+        target: Device | None,
+    ) -> None:
         self.follower, self.graph, self.node = follower, graph, node
+        self.target = target
 
     def write(self, new: Nodes) -> fx.Node:
         """The node that gives the call's value, on values of the new graph."""
@@ -133,7 +143,7 @@ class _Writer:
 
     def _copy(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = self._add(target, FREE, *args, **kwargs)
-        of_node(new)["work"] = copied(value_of(new))
+        of_node(new)["work"] = copied(value_of(new), self.target)
         return new
 
     def _add(self, target: Any, work: Work, *args: Any, **kwargs: Any) -> fx.Node:

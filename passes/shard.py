@@ -58,7 +58,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         _check_kept(gm, request, Region({}))
         return gm
     _drop_dead(gm.graph)
-    model, (gm, inside) = gm, open_attention(gm)
+    model, (gm, inside) = gm, open_attention(gm, request.device)
     propagation = Propagation(
         gm, RowFollower(gm, schedule.shards), _kept_whole(gm, request)
     )

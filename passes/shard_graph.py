@@ -297,7 +297,7 @@ class Rewriter:
         """Another operation, where a node is, on a shard."""
         call = Operation("call_function", target, args, dict(kwargs or {}), None)
         new = self._add(node, call, p, 0.0)
-        note(new, work=_work(new), random=0, draws=(), mutates=())
+        note(new, work=_work(new, self.request), random=0, draws=(), mutates=())
         return new
 
     def _add(self, node: fx.Node, call: Operation, p: int, share: float) -> fx.Node:
@@ -343,11 +343,11 @@ def _held(node: fx.Node, reads: Sequence[fx.Node]) -> int:
     return int(of_node(node)["work"].held * (part / whole if whole else 1.0))
 
 
-def _work(node: fx.Node) -> Work:
+def _work(node: fx.Node, request: Request) -> Work:
     values = list(tensors(value_of(node)))
     if node.target in VIEWS:
         return Work(0, 0.0, 0.0, 0)
-    return copied(values[0])
+    return copied(values[0], request.device)
 
 
 def _mutated(node: fx.Node, call: Operation) -> tuple[Tensor, ...]:

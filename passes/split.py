@@ -33,7 +33,7 @@ from ..ir.graphs import (
 )
 from ..ir.lazy import lazy_module
 from ..ir.meta import note_call, of_call, of_node
-from ..ir.request import Request
+from ..ir.request import Device, Request
 from ..jobs.job import Job, PlanError
 from ..partition.costs import send_seconds, update_seconds
 from .stage_builder import Port, StageBuilder, reads_whole
@@ -285,15 +285,16 @@ def _send_state(state: list[fx.Node], request: Request) -> float:
         fixed = of_node(node)["role"] is not Role.PARAMETER
         how = None if fixed else request.encode.weights
         size += sent_bytes((Spec.of(of_node(node)["val"]),), how)
-    return send_seconds(size, device, request.link)
+    return send_seconds(size, device, request.link, request.device)
 
 
-def _update_seconds(parameters: list[Tensor]) -> float:
+def _update_seconds(parameters: list[Tensor], target: Device | None) -> float:
     """Seconds for a step of the optimizer on those that are trained."""
     trained = [Spec.of(value) for value in parameters if value.requires_grad]
     if not trained:
         return 0.0
-    return update_seconds(sum(spec.bytes for spec in trained), trained[0].device)
+    size = sum(spec.bytes for spec in trained)
+    return update_seconds(size, trained[0].device, target)
 
 
 def _kept_bytes(state: list[fx.Node], dtype: torch.dtype | None) -> int:
@@ -344,7 +345,7 @@ def _describe(
             fetch=_send_state(first, request),
             weights=_kept_bytes(first, dtype),
             tables=_kept_bytes([n for n in first if _is_table(n)], dtype),
-            update=_update_seconds(numbers),
+            update=_update_seconds(numbers, request.device),
             flops=sum(
                 of_node(n)["work"].flops for n in stage.nodes if "work" in of_node(n)
             ),
@@ -372,7 +373,8 @@ def _describe(
                 spec, count = _sent(node, request)
                 edge = stages.get_edge_data(source, number, {"bytes": 0})
                 size = edge["bytes"] + count
-                seconds = send_seconds(size, spec.device, request.link)
+                link, target = request.link, request.device
+                seconds = send_seconds(size, spec.device, link, target)
                 sent = Edge(bytes=size, seconds=seconds)
                 if pieces:
                     sent["values"] = {**edge.get("values", {}), node.name: count}

@@ -27,6 +27,7 @@ from ..ir.graphs import (
 )
 from ..ir.meta import note, of_node
 from ..ir.regions import is_region
+from ..ir.request import Device
 from ..ir.written import written
 from ..jobs.job import PlanError
 from ..partition.autograd_costs import AutogradCosts
@@ -51,6 +52,7 @@ class Microbatch:
     """The graph of one microbatch while it is made.
 
     gm: the model's graph.
+    target: see Request.device.
     graph: the new one.
     new: the new node, or the constant, for each of the model's nodes.
     values: what each of these gives, fake.
@@ -64,8 +66,10 @@ class Microbatch:
         specs: Mapping[int, Spec],
         mode: FakeTensorMode | None = None,
         exact: bool = False,
+        target: Device | None = None,
     ) -> None:
         self.gm, self.inputs, self.batch, self.specs = gm, inputs, batch, specs
+        self.target = target
         self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
         self.joint: set[fx.Node] = set()  # outputs that are of the whole batch
         self.spread: dict[fx.Node, int | None] = {}  # those of which rows are parted
@@ -74,7 +78,7 @@ class Microbatch:
         self.new: dict[fx.Node, Any] = {}
         self.values: dict[fx.Node, Any] = {}
         self.tracker = self._tracker(exact)
-        self._costs = AutogradCosts(gm, self.mode)
+        self._costs = AutogradCosts(gm, self.mode, target)
         self._interpreter = self._costs.interpreter
         self._first: dict[int, fx.Node] = {}  # the input that a tensor of state is
         self._count: Counter[str] = Counter()  # nodes, by module and operation
@@ -179,7 +183,7 @@ class Microbatch:
         args = fx.map_arg(node.args, lambda n: self.values[n])
         kwargs = fx.map_arg(node.kwargs, lambda n: self.values[n])
         self.tracker.enter(node)
-        effects, watch = Meter(), Watch(self.tracker)
+        effects, watch = Meter(self.target), Watch(self.tracker)
         with self.mode, self._costs.saved_bytes() as saved, effects, watch:
             value, fits = self._value(node, args, kwargs)
         self.values[node] = value
@@ -331,7 +335,8 @@ class WholeBatch(Microbatch):
         whole = Batch(
             1, batch.rows * batch.microbatches, batch.dims, batch.full, batch.full
         )
-        super().__init__(part.gm, part.inputs, whole, part.specs, part.mode)
+        call, target = (part.inputs, whole, part.specs), part.target
+        super().__init__(part.gm, *call, part.mode, target=target)
         self.part = part
 
     def put_input(self, node: fx.Node, new: fx.Node, fake: Tensor) -> None:
@@ -362,7 +367,7 @@ def add(
     note(
         new,
         val=value,
-        work=copied(value),
+        work=copied(value, trace.target),
         module=of_node(like).get("module", ""),
         mutates=(),
         learns=(),

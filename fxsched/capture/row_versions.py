@@ -155,7 +155,7 @@ class RowVersions:
             value = target(*values)
         with self.trace.graph.inserting_after(old):
             new = self.trace.graph.call_function(target, args)
-        new.meta = {**old.meta, "val": value, "work": copied(value)}
+        new.meta = {**old.meta, "val": value, "work": copied(value, self.trace.target)}
         self.trace.tracker.put(value, Rows(Kind.SHARD, dim))
         self._added.append(new)
         return new

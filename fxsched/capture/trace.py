@@ -17,6 +17,7 @@ from ..ir.early import Early
 from ..ir.facts import FACTS, Facts
 from ..ir.graphs import Spec
 from ..ir.lazy import lazy_module
+from ..ir.request import Device
 from ..ir.writes import find_writes
 from ..placement.kinds import Rows
 from ..placement.row_warnings import Labels, labels_of, meeting_text
@@ -72,6 +73,7 @@ def trace_microbatch(
     spread: bool = False,
     norms: Norms = "microbatch",
     once: bool = False,
+    target: Device | None = None,
 ) -> Traced:
     """A copy of the model's graph for one microbatch, on fake tensors.
 
@@ -90,6 +92,7 @@ def trace_microbatch(
         see batch_norms.py.
     once: whether state that the model writes gets a new version once a call, where
         operations are of the whole batch; else microbatch after microbatch.
+    target: the device that costs are of; see Request.device.
 
     Placeholders carry `role`, `name` and `index` (into inputs); every node carries
     `val`, `module`, `work`; facts(graph).outputs says how outputs are put together.
@@ -106,7 +109,7 @@ def trace_microbatch(
         gm = part_statistics(gm)
     if exact and norms != "microbatch":
         gm = whole_batch_norms(gm, norms)
-    training, call = torch.is_grad_enabled(), (inputs, batch, specs)
+    training, call = torch.is_grad_enabled(), (inputs, batch, specs, target)
     with torch.enable_grad():  # without gradients too, B decides where to cut
         if once or exact:
             gm = return_state(gm, written_state(gm, inputs, once))
@@ -150,10 +153,16 @@ def trace_microbatch(
 
 
 def _interpreted(
-    gm: fx.GraphModule, weighted: bool, exact: bool, *call: Any
+    gm: fx.GraphModule,
+    weighted: bool,
+    exact: bool,
+    inputs: Sequence[Any],
+    batch: Batch,
+    specs: Mapping[int, Spec],
+    target: Device | None,
 ) -> Microbatch:
     kind: Any = WeightedMicrobatch if weighted else Microbatch
     gm = part_means(gm, whole=exact) if weighted else gm
-    trace: Microbatch = kind(gm, *call, exact=exact)
+    trace: Microbatch = kind(gm, inputs, batch, specs, exact=exact, target=target)
     trace.interpret()
     return trace

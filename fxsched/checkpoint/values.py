@@ -90,23 +90,32 @@ def _small(value: Tensor) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """Of the generators here: torch's of the CPU and, once CUDA is used, of the GPUs,
-    Python's and NumPy's."""
-    used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cuda = torch.cuda.get_rng_state_all() if used else []
+    """Of the generators here: torch's of the CPU and, once they are used, of the
+    accelerators, under the name of their type; Python's and NumPy's."""
+    states, device = dict[str, list[Tensor]](), _accelerator()
+    module = torch.get_device_module()
+    if device and getattr(module, "is_initialized", lambda: True)():
+        count = range(torch.accelerator.device_count())
+        states[device.type] = [module.get_rng_state(i) for i in count]
     name, key, *rest = np.random.get_state(legacy=True)
     return {
         "cpu": torch.get_rng_state(),
-        "cuda": cuda,
+        **states,
         "python": random.getstate(),
         "numpy": (name, np.asarray(key).tolist(), *rest),
     }
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Sets them, and those of as many GPUs as there are."""
+    """Sets them, and those of as many accelerators of the same type as there are."""
     torch.set_rng_state(state["cpu"])
-    for device, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(each, device)
+    device, module = _accelerator(), torch.get_device_module()
+    states = state.get(device.type, []) if device else []
+    for i, each in enumerate(states[: torch.accelerator.device_count()]):
+        module.set_rng_state(each, i)
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
+
+
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator(check_available=True)

@@ -139,9 +139,10 @@ def compare(
 )
 @click.option(
     "--device",
-    type=click.Choice(("cpu", "cuda")),
     default="cpu",
-    help="device of the model",
+    metavar="TYPE",
+    help="device of the model: cpu, or the type of this machine's accelerators, such "
+    "as cuda; each rank takes the one of its LOCAL_RANK  [default: cpu]",
 )
 @click.option(
     "--tables", is_flag=True, help="print the plan and the program of worker 0 too"

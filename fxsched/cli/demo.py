@@ -29,7 +29,7 @@ from ..params.released import is_given_up
 from ..plans.plan import Plan
 from ..progress import WIDTH, Progress
 from ..transport import processes, world
-from .demo_task import SEED, Task, accuracies, adamw, check
+from .demo_task import SEED, Task, accuracies, adamw, check, local_device
 from .simulate_options import terminal_text
 
 SHOWN = 12  # jobs of a worker's program, that --tables shows
@@ -65,6 +65,7 @@ def demo(
     """
     began = time.perf_counter()
     check(schedule, device)
+    device = local_device(device)
     say(f"{schedule}; reading Python's standard library ..")
     with Progress("reading the standard library"):
         task = Task(schedule, steps, device, learning_rate, seed)

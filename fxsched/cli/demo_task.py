@@ -3,6 +3,7 @@ how well the model does."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +30,11 @@ Model = Callable[..., Tensor]
 
 def check(schedule: Schedule, device: str) -> None:
     """Raises PlanError, before data are read, for what the demo cannot do."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise PlanError("--device cuda: torch finds no GPU here; give --device cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if device not in ("cpu", found and found.type):
+        has = f"torch finds {found.type} here" if found else "torch finds no GPU here"
+        other = f" or {found.type}" if found else ""
+        raise PlanError(f"--device {device}: {has}; give --device cpu{other}")
     every = schedule.update_every or schedule.microbatches
     if BATCH % every:
         what = f"--microbatches {schedule.microbatches}"
@@ -40,6 +44,16 @@ def check(schedule: Schedule, device: str) -> None:
             f"{what}: the demo's batch of {BATCH} doesn't divide into this many; give "
             "1, 2, 4, 8, 16, 32 or 64"
         )
+
+
+def local_device(kind: str) -> str:
+    """The device of a kind that this process takes: ranks of a host share them out."""
+    if kind == "cpu":
+        return kind
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    index = rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)  # which collectives of objects go over
+    return f"{kind}:{index}"
 
 
 class Task:

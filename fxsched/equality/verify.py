@@ -153,7 +153,7 @@ class _Compared(NamedTuple):
 def _compared(call: _Call, options: Options) -> _Compared:
     """A step by the plan, then one in eager PyTorch with its random numbers."""
     planner = _Verified(options)
-    devices = list(range(torch.cuda.device_count()))
+    devices = list(range(torch.accelerator.device_count()))
     with torch.random.fork_rng(devices), torch.enable_grad():
         planned = _Trial(call)
         with warnings.catch_warnings(record=True) as said:

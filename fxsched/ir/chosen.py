@@ -59,10 +59,14 @@ def chosen_rows(name: str, values: list[Tensor], numbers: list[int]) -> list[Ten
     selection = SELECTIONS[name]
     results = selection.gm(*values, *numbers)
     largest = bounds(name, tuple(map(Spec.of, values)), tuple(numbers)).results
-    shapes = [
-        torch.tensor(results[i].shape).to(results[i].device) for i in selection.open
-    ]
+    shapes = [shape_of(results[i]) for i in selection.open]
     return [*map(_filled, results, largest), *shapes]
+
+
+def shape_of(value: Tensor) -> Tensor:
+    """The shape of a value, on its device. Memory that isn't pinned is staged before
+    .to() returns, so that nothing has to wait for the copy."""
+    return torch.tensor(value.shape).to(value.device, non_blocking=True)
 
 
 @custom_op("fxsched::chosen_gradients", mutates_args=())

@@ -12,7 +12,11 @@ from torch import Tensor, fx
 
 from .graphs import name_of
 
-LOCAL = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")  # of one process alone
+# of one process alone: addresses, and numbers of devices, also 'cuda:0' and
+# device(type='cuda', index=0)
+LOCAL = re.compile(
+    r" at 0x[0-9a-f]+|(?<=cuda):\d+|(?<=[a-z]):\d+(?=')|(?<='), index=\d+(?=\))"
+)
 
 
 def constant_digest(constant: Tensor) -> str:

@@ -46,7 +46,7 @@ def _checked(scale: object) -> float:
 
 
 def hand_over(
-    gradients: Gradients,
+    gradients: list[Tensor | None],
     incoming: Tensor,
     factor: float | None,
     half: bool,
@@ -54,40 +54,43 @@ def hand_over(
 ) -> Gradients:
     """Finished gradients times what backward() hands in for the loss.
 
+    gradients: on devices, each is replaced in this list.
     factor: the scale that B started from; None if there was none.
     half: whether B computed in float16. linear: whether gradients are in proportion to
         what B starts from.
     Raises RuntimeError if a scale comes that B should have started from.
     """
-    if not linear and float(incoming) != (factor or 1.0):
+    if linear and factor is None and not half and incoming.device.type != "cpu":
+        # to read the number would wait for the device; each copy replaces its original
+        for i, g in enumerate(gradients):
+            gradients[i] = None if g is None else g * incoming
+        return gradients
+    given, start = float(incoming), factor or 1.0
+    if not linear and given != start:
         raise RuntimeError(
-            f"fxsched: backward() starts from a gradient of {float(incoming):g} for "
-            f"the loss, but B already ran in the call, from {factor or 1.0:g}, and a "
+            f"fxsched: backward() starts from a gradient of {given:g} for "
+            f"the loss, but B already ran in the call, from {start:g}, and a "
             "backward of the model's own (torch.autograd.Function, register_hook) "
             "doesn't give gradients in proportion; call loss.backward() on what the "
             "model returned, or write fxsched.backend(schedule, "
-            f"loss_scale={float(incoming):g}), so that B starts from that"
+            f"loss_scale={given:g}), so that B starts from that"
         )
-    if factor is not None:
-        ratio = float(incoming) / factor
-        if ratio == 1.0:
-            return gradients
-        return [None if g is None else g * ratio for g in gradients]
-    if half and float(incoming) > 1.0:
+    if half and factor is None and given > 1.0:
         raise RuntimeError(
-            f"fxsched: the loss is scaled by {float(incoming):g}, but B already ran in "
+            f"fxsched: the loss is scaled by {given:g}, but B already ran in "
             "the call, in float16, where small gradients became 0; give the scaler to "
             "the backend, fxsched.backend(schedule, loss_scale=scaler), so that B "
             "starts from the scale"
         )
-    if incoming.is_cuda or incoming.item() != 1.0:
-        return [None if g is None else g * incoming for g in gradients]
-    return gradients
+    if given == start:
+        return gradients
+    return [None if g is None else g * (given / start) for g in gradients]
 
 
 def overflowed(gradients: Gradients) -> bool:
-    """Whether some gradient is not finite."""
-    return not all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)
+    """Whether some gradient is not finite; waits for the device once."""
+    some = [g for g in gradients if g is not None and g.numel()]
+    return not torch.nn.utils.get_total_norm(some, math.inf).isfinite()
 
 
 def infinite(gradients: Gradients) -> Gradients:

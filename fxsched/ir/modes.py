@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-DEVICES = ("cpu", "cuda")
+
+def _kinds() -> list[str]:
+    """The kinds of devices that autocast may be on for."""
+    device = torch.accelerator.current_accelerator()
+    own = "cuda" if device is None else device.type
+    return list(dict.fromkeys(("cpu", "cuda", own)))
 
 
 def casts() -> list[tuple[str, torch.dtype]]:
@@ -17,7 +22,7 @@ def casts() -> list[tuple[str, torch.dtype]]:
     to."""
     return [
         (kind, torch.get_autocast_dtype(kind))
-        for kind in DEVICES
+        for kind in _kinds()
         if torch.is_autocast_enabled(kind)
     ]
 
@@ -27,12 +32,13 @@ def trace_modes() -> Iterator[str]:
     yield f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()} {casts()}"
     yield f"{torch.get_default_dtype()} {torch.get_default_device()}"
     yield f"{torch.are_deterministic_algorithms_enabled()}"
-    yield f"{torch.get_float32_matmul_precision()} {torch.backends.mkldnn.enabled}"
-    cuda: Any = torch.backends.cuda
+    backends: Any = torch.backends
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    yield f"{mkldnn.matmul.fp32_precision} {mkldnn.enabled}"
     yield (
         f"{cuda.flash_sdp_enabled()} {cuda.mem_efficient_sdp_enabled()} "
         f"{cuda.math_sdp_enabled()} {cuda.cudnn_sdp_enabled()} "
-        f"{cuda.matmul.allow_tf32} {torch.backends.cudnn.enabled}"
+        f"{cuda.matmul.fp32_precision} {cudnn.conv.fp32_precision} {cudnn.enabled}"
     )
 
 
@@ -41,7 +47,7 @@ def with_casts(casts_then: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
     """Autocast as `casts` said that it was."""
     then = dict(casts_then)
     with ExitStack() as stack:
-        for kind in DEVICES:
+        for kind in _kinds():
             if then.get(kind) != dict(casts()).get(kind):
                 on = kind in then
                 stack.enter_context(torch.autocast(kind, then.get(kind), enabled=on))
@@ -72,7 +78,7 @@ def modes_after_errors() -> Iterator[None]:
     gradients, nested = torch.is_grad_enabled(), _nested()
     before = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in DEVICES
+        for kind in _kinds()
     ]
     try:
         with (

@@ -13,11 +13,13 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .encodings import decode as decode
 from .encodings import decode_one as decode_one
@@ -321,18 +323,30 @@ def wanting(value: Tensor) -> Tensor:
 
 
 def seeded(target: Callable[..., Any], seed: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls `target` with seeded default generators, and restores them afterwards.
+    """Calls `target` with seeded default generators, of the CPU and of the devices that
+    the call names, and restores them afterwards; all others stay as they are.
 
     Threads share the default generators, so only one such call runs at a time.
     """
-    with _generator, torch.random.fork_rng(_cuda_devices(args)):
-        torch.manual_seed(seed)
+    with _generator, ExitStack() as stack:
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        torch.default_generator.manual_seed(seed)
+        for device in _devices((args, kwargs)):
+            module = torch.get_device_module(device)
+            at = device if device.index is None else device.index
+            stack.callback(module.set_rng_state, module.get_rng_state(at), at)
+            generator = torch.Generator(device).manual_seed(seed)
+            module.set_rng_state(generator.get_state(), at)
         return target(*args, **kwargs)
 
 
-def _cuda_devices(args: Sequence[Any]) -> list[int]:
-    devices = {a.get_device() for a in args if isinstance(a, Tensor) and a.is_cuda}
-    return sorted(devices)
+def _devices(call: Any) -> Iterable[torch.device]:
+    """The accelerators of a call's tensors, and those that it names."""
+    found = dict[torch.device, None]()
+    for value in tree_leaves(call):
+        if isinstance(value, torch.device | Tensor):
+            found[value.device if isinstance(value, Tensor) else value] = None
+    return [device for device in found if device.type not in ("cpu", "meta")]
 
 
 class Seeds(NamedTuple):

@@ -34,6 +34,7 @@ BufferReduction = Literal["mean", "sum", "last"]
 CutWord = Literal["column", "row", "expert", "sequence"]
 Shards = Literal["auto"] | tuple[tuple[str, CutWord], ...]
 OutputReduction = Literal["mean", "sum", "max", "min", "last"]
+Device = Literal["cpu", "A10", "L4", "A100", "H100", "H200"]  # partition.costs.RATES
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Request:
     gloo: bool = False
     ordered: bool = False
     network: Wires | None = None
+    device: Device | None = None
 
     @cached_property
     def link(self) -> Link | None:

@@ -100,13 +100,19 @@ def joined_norms(
     with torch._C.DisableTorchFunctionSubclass():  # gradients of this rank, by design
         values = torch._foreach_norm(list(own.values()), norm_type) if own else ()
     norms: Norms = {}
-    for dtype in dict.fromkeys(value.dtype for value in values):
-        same = [i for i, value in enumerate(values) if value.dtype == dtype]
-        numbers = torch.stack([values[i].cpu() for i in same]).tolist()
-        positions = list(own)
-        norms[dtype] = {positions[i]: n for i, n in zip(same, numbers, strict=True)}
+    for position, value in zip(own, on_cpu(values), strict=True):
+        norms.setdefault(value.dtype, {})[position] = value.item()
     every = everyone(call.split()[0]).agree(f"{call}, norm {norm_type}", norms)
     return _joined(every, norm_type)
+
+
+def on_cpu(numbers: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers of devices, each in its type, by one copy: each copy waits."""
+    if not numbers:
+        return []
+    device = numbers[0].device
+    every = torch.stack([number.to(device) for number in numbers]).cpu()
+    return [n.to(old.dtype) for n, old in zip(every, numbers, strict=True)]
 
 
 def _joined(everyone: list[Norms], norm_type: float) -> dict[int, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..jobs.job import PlanError
 from ..transport.processes import everyone
-from .clip import are_stepped, gradient_norms_of, joined_norms
+from .clip import are_stepped, gradient_norms_of, joined_norms, on_cpu
 from .cut_weights import parts_here
 from .full_state import module_of, plain_name
 from .record import are_placed, record_of
@@ -64,7 +64,7 @@ def _named(
         values = tensors if joined is _of_parameters else [t.grad for t in tensors]
         own = {i: v.detach() for i, v in enumerate(values) if v is not None}
         every = torch._foreach_norm(list(own.values()), norm_type) if own else ()
-        norms = {i: n.cpu() for i, n in zip(own, every, strict=True)}
+        norms = dict(zip(own, on_cpu(every), strict=True))
     return {names[i]: norm for i, norm in norms.items()}
 
 

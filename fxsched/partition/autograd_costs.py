@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from ..ir.graphs import Spec, storage, tensors
 from ..ir.modes import trace_modes
+from ..ir.request import Device
 from .costs import Meter, backward_of
 
 # Of B, by operation, arguments and modes: PyTorch's own, whatever the model.
@@ -26,7 +27,10 @@ class AutogradCosts:
     resident: storages of inputs and state, which are there whatever autograd keeps.
     """
 
-    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, mode: FakeTensorMode, target: Device | None
+    ) -> None:
+        self.target = target
         self.interpreter, self.mode = fx.Interpreter(gm), mode
         self.resident: set[int] = set()
         self._saved: set[int] = set()  # storages that autograd keeps for B
@@ -65,7 +69,8 @@ class AutogradCosts:
             (node.args, node.kwargs),
             lambda n: None if list(tensors(values[n])) else values[n],
         )
-        key = f"{node.op} {node.target} {id(node.target)} {shapes} {constants}"
+        called = f"{node.op} {node.target} {id(node.target)}"
+        key = f"{self.target} {called} {shapes} {constants}"
         seconds = self._seconds
         if getattr(node.target, "namespace", "") == "aten":
             key += str(list(trace_modes()))
@@ -74,7 +79,7 @@ class AutogradCosts:
             with self.mode:
                 run = partial(getattr(self.interpreter, node.op), node.target)
                 backward = backward_of(run, args, kwargs)
-                with Meter() as meter:
+                with Meter(self.target) as meter:
                     backward()
             if len(SECONDS) > MOST:
                 SECONDS.clear()

@@ -7,7 +7,9 @@ time to start it. FLOPs are those of torch.utils.flop_counter's formulas.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,50 +21,94 @@ from ..clock.network import Link
 from ..ir import ops
 from ..ir.graphs import draws, is_mutable, is_view, tensors
 from ..ir.meta import of_node
+from ..ir.request import Device
 
 aten = torch.ops.aten
+OTHER = "other"  # the row of accelerators that have none
 
 
 class Rates(NamedTuple):
-    """What a worker does in a second. Plans need ratios, so rough numbers will do."""
+    """What a worker does in a second. Plans need ratios, so rough numbers will do.
 
-    flops: float
+    FLOPs are those of products of matrices.
+    """
+
+    half: float  # FLOPs in bfloat16 and float16
+    single: float  # in float32, and in types that have no field
+    double: float  # in float64
+    tf32: float  # in float32, where torch may round to TF32
     memory: float  # bytes read or written
     link: float  # bytes sent to another worker
-    latency: float  # seconds from a send to its receive, without the bytes
-    launch: float  # seconds to start an operation
+    latency: float = 2e-5  # seconds from a send to its receive, without the bytes
+    launch: float = 5e-6  # seconds to start an operation
+
+    def flops(self, dtype: torch.dtype, func: object = None) -> float:
+        """FLOPs in a second of an operation on a type."""
+        if dtype in (torch.bfloat16, torch.float16):
+            return self.half
+        if dtype is not torch.float32:
+            return self.double if dtype is torch.float64 else self.single
+        convolves = "convolution" in str(func)
+        flags = CONVOLUTIONS if convolves else MATRICES
+        return self.tf32 if flags.fp32_precision == "tf32" else self.single
 
 
-RATES = {
-    "cpu": Rates(8e10, 1.5e10, 2e9, 2e-5, 5e-6),  # a core, gloo on the same machine
-    "cuda": Rates(2e14, 2e12, 2e10, 2e-5, 5e-6),  # a GPU of 2022, its own machine's bus
+MATRICES: Any = torch.backends.cuda.matmul
+CONVOLUTIONS: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+RATES = {  # the names are those of ir.request.Device, and OTHER
+    # a core, gloo on the same machine; half types differ from CPU to CPU
+    "cpu": Rates(8e10, 8e10, 4e10, 8e10, 1.5e10, 2e9),
+    # a GPU of 2022, its own machine's bus
+    OTHER: Rates(2e14, 2e13, 1e13, 1e14, 2e12, 2e10),
+    # NVIDIA's data sheets, without sparsity; float64 of the first two is 1/64 of
+    # float32 (white papers of GA102 and Ada); PCIe 4 x16 one way
+    "A10": Rates(125e12, 31.2e12, 0.49e12, 62.5e12, 0.6e12, 32e9),
+    "L4": Rates(121e12, 30.3e12, 0.47e12, 60e12, 0.3e12, 32e9),
+    # NVIDIA's data sheets of the SXM modules (A100: of 80 GB); NVLink one way
+    "A100": Rates(312e12, 19.5e12, 19.5e12, 156e12, 2.04e12, 300e9),
+    "H100": Rates(989e12, 67e12, 67e12, 494e12, 3.35e12, 450e9),
+    "H200": Rates(989e12, 67e12, 67e12, 494e12, 4.8e12, 450e9),
 }
 
 
-def rates_of(device: torch.device) -> Rates:
-    """What a device does in a second; of one not listed, a GPU's."""
-    return RATES.get(device.type, RATES["cuda"])
+def rates_of(device: torch.device, target: Device | None) -> Rates:
+    """What a device does in a second; target: see Request.device."""
+    return RATES[target or _row(device)]
 
 
-def send_seconds(size: int, device: torch.device, link: Link | None) -> float:
+@cache
+def _row(device: torch.device) -> str:
+    """The row of RATES for a device of this machine."""
+    if device.type == "cpu":
+        return "cpu"
+    module: Any = getattr(torch, device.type, None)
+    if not (hasattr(module, "get_device_name") and module.is_available()):
+        return OTHER
+    words = re.split(r"\W+", module.get_device_name(device))
+    return next((word for word in words if word in RATES), OTHER)
+
+
+def send_seconds(
+    size: int, device: torch.device, link: Link | None, target: Device | None
+) -> float:
     """Seconds to send so many bytes to another worker; link: see Request.link."""
     if link is not None:
         return link.alone(size)
-    rates = rates_of(device)
+    rates = rates_of(device, target)
     return rates.latency + size / rates.link
 
 
-def copied(value: Tensor) -> Work:
+def copied(value: Tensor, target: Device | None) -> Work:
     """What a copy of a value costs, and that of its gradient."""
-    rates = rates_of(value.device)
+    rates = rates_of(value.device, target)
     seconds = rates.launch + 2 * value.nbytes / rates.memory
     return Work(0, seconds, seconds * value.requires_grad, 0)
 
 
-def update_seconds(size: int, device: torch.device) -> float:
+def update_seconds(size: int, device: torch.device, target: Device | None) -> float:
     """Seconds for a step of AdamW on weights of so many bytes: it reads them, their
     gradients and two moments, and writes all but the gradients."""
-    rates = rates_of(device)
+    rates = rates_of(device, target)
     return rates.launch + 7 * size / rates.memory
 
 
@@ -107,7 +153,13 @@ ALSO = {
 }
 
 
-def cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Cost:
+def cost_of(
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    out: Any,
+    target: Device | None = None,
+) -> Cost:
     """The cost of one operation on (fake) tensors; a view costs nothing."""
     if is_view(func) and not is_mutable(func):
         return Cost()
@@ -120,12 +172,13 @@ def cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Cost:
     moved = sum(t.nbytes for t in [*outputs, *read])
     if not outputs:
         return Cost(flops, moved)
-    rates = rates_of(outputs[0].device)
-    seconds = max(flops / rates.flops, moved / rates.memory) + rates.launch
+    rates = rates_of(outputs[0].device, target)
+    speed = rates.flops((inputs or outputs)[0].dtype, packet)
+    seconds = max(flops / speed, moved / rates.memory) + rates.launch
     return Cost(flops, moved, seconds)
 
 
-def graph_cost(gm: fx.GraphModule) -> Cost:
+def graph_cost(gm: fx.GraphModule, target: Device | None) -> Cost:
     """The cost of an aten graph whose nodes carry fake values."""
     total = Cost()
     for node in gm.graph.nodes:
@@ -135,7 +188,8 @@ def graph_cost(gm: fx.GraphModule) -> Cost:
         if func is ops.seeded:
             func, args = args[0], args[2:]
         if node.op == "call_function" and hasattr(func, "_schema"):
-            total = total.plus(cost_of(func, args, kwargs, of_node(node).get("val")))
+            out = of_node(node).get("val")
+            total = total.plus(cost_of(func, args, kwargs, out, target))
     return total
 
 
@@ -151,8 +205,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, target: Device | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.target = target
         self.total = Cost()
         self.random = 0
 
@@ -160,7 +215,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.total = self.total.plus(cost_of(func, args, kwargs or {}, out))
+        cost = cost_of(func, args, kwargs or {}, out, self.target)
+        self.total = self.total.plus(cost)
         self.random += draws(func, args, kwargs or {})
         return out
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ..clock.timeline import Event
 from ..ir import joint, ops
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, tensors
 from ..ir.meta import of_node
 from ..jobs.job import Direction, PlanError
 from .costs import Work, backward_of
@@ -144,7 +144,7 @@ def measure(
     The model's parameters and buffers and the random numbers stay as they are.
     """
     runs = []
-    devices = range(torch.cuda.device_count())
+    devices = range(torch.accelerator.device_count())
     with torch.random.fork_rng(devices):
         for _ in range(repeats + 1):  # the first one warms up
             runs.append(_TimedPass(gm, inputs, microbatches).run())
@@ -185,6 +185,14 @@ class _TimedPass:
         self.gm, self.inputs, self.microbatches = gm, inputs, microbatches
         self.interpreter = fx.Interpreter(gm)
         self.values: dict[fx.Node, Any] = {}
+        values = (of_node(node).get("val") for node in gm.graph.nodes)
+        self.devices = {t.device for t in tensors([*values])} - {torch.device("cpu")}
+
+    def now(self) -> float:
+        """The time, once the devices have done what they were given."""
+        for device in self.devices:
+            torch.accelerator.synchronize(device)
+        return time.perf_counter()
 
     def run(self) -> dict[fx.Node, Times]:
         seconds = {}
@@ -244,9 +252,9 @@ class _TimedPass:
         backward = 0.0
         if of_node(node)["work"].backward:
             backward = self.backward(node, run)
-        begin = _now()
+        begin = self.now()
         self.values[node] = run(node.target, args, kwargs)
-        return Times(_now() - begin, backward)
+        return Times(self.now() - begin, backward)
 
     def backward(self, node: fx.Node, run: Callable[..., Any]) -> float:
         """Seconds of a node's B, on a copy of its arguments."""
@@ -260,12 +268,6 @@ class _TimedPass:
         )
         with torch.enable_grad():
             compute = backward_of(partial(run, node.target), args, kwargs)
-            begin = _now()
+            begin = self.now()
             compute()
-            return _now() - begin
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+            return self.now() - begin

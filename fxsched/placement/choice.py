@@ -196,8 +196,9 @@ def _seconds(node: fx.Node, share: float, request: Request) -> float:
     device = found[0].device
     ways = 1 + any(t.requires_grad for t in found)
     size = int(share * _bytes(value_of(node)))
-    added = size * 3 / rates_of(device).memory
-    return ways * (send_seconds(size, device, request.shard_link) + added)
+    added = size * 3 / rates_of(device, request.device).memory
+    sent = send_seconds(size, device, request.shard_link, request.device)
+    return ways * (sent + added)
 
 
 def _bytes(value: Any) -> int:

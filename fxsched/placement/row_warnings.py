@@ -194,7 +194,7 @@ class RowWatch:
         pairs = zip(self.early(*args), self.labels, strict=True)
         counts = [labels.counts(value, self.microbatches) for value, labels in pairs]
         last, self.pending = self.pending, counts
-        counts = last if counts[0].is_cuda else counts
+        counts = counts if counts[0].device.type == "cpu" else last
         for each, count in zip(self.labels, counts, strict=False):
             many = count.tolist()
             least, most = min(many), max(many)

@@ -33,6 +33,7 @@ HIGHER_ORDER = {  # operations whose functions are graphs beside them
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 PLAIN = (str, int, float, complex, bool, type(None), type(...), range, torch.Size)
 TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
+DESCRIBED = "name", "capability"  # what torch tells of an accelerator
 TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -72,10 +73,10 @@ def _installed() -> tuple[str, ...]:
     for folder in folders:
         for file in sorted(folder.rglob("*.py")):
             code.update(file.read_bytes())
-    devices = [
-        f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_capability(i)}"
-        for i in range(torch.cuda.device_count())
-    ]
+    module = torch.get_device_module()
+    told = [getattr(module, f"get_device_{what}", str) for what in DESCRIBED]
+    count = range(torch.accelerator.device_count())
+    devices = [f"{[tell(i) for tell in told]}" for i in count]
     capability = torch.backends.cpu.get_cpu_capability()
     versions = sys.version, platform.machine(), torch.__version__, capability
     return (code.hexdigest(), str(torch.version.git_version), *versions, *devices)

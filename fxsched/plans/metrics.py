@@ -20,7 +20,7 @@ KINDS = {
     "fxsched_sent_bytes": "What a worker sends in a step, as planned.",
     "fxsched_received_bytes": "What a worker receives in a step, as planned.",
     "fxsched_memory_bytes": "The most that a worker holds in a step, as planned.",
-    "fxsched_cuda_peak_bytes": "The most that this process has held on its GPU.",
+    "fxsched_device_peak_bytes": "The most that this process has held on its device.",
 }
 UNITS = ("seconds", "bytes")
 
@@ -53,14 +53,14 @@ class Metrics:
 
     seconds: from the start of a call to the end of its last job, at the median.
     steps: how many steps the metrics cover. workers: a WorkerMetrics for each worker.
-    cuda_peak: the most bytes that this process has held on its GPU, as measured by
-        PyTorch; None without a GPU.
+    device_peak: the most bytes that this process has held on its GPU or other
+        accelerator, as measured by PyTorch; None without one.
     """
 
     seconds: float
     steps: int
     workers: tuple[WorkerMetrics, ...]
-    cuda_peak: int | None
+    device_peak: int | None
 
     def _samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
         """Names, labels and values; those of a name in a row."""
@@ -76,8 +76,8 @@ class Metrics:
             for held, size in each.memory.items():
                 labels = {"worker": str(worker), "held": held}
                 yield "fxsched_memory_bytes", labels, size
-        if self.cuda_peak is not None:
-            yield "fxsched_cuda_peak_bytes", {}, self.cuda_peak
+        if self.device_peak is not None:
+            yield "fxsched_device_peak_bytes", {}, self.device_peak
 
     def openmetrics(self) -> str:
         """All metrics in the text format of OpenMetrics 1.0, as gauges."""
@@ -120,7 +120,8 @@ def metrics_of(plan: Plan, timelines: Sequence[Sequence[Event]]) -> Metrics:
     moved = traffic(plan.step)
     sent, received = [m.sent for m in moved], [m.received for m in moved]
     peaks = [peak.each._asdict() for peak in plan.memory]
-    peak = torch.cuda.max_memory_allocated() or None  # 0 where CUDA isn't in use
+    measured = getattr(torch.get_device_module(), "max_memory_allocated", int)
+    peak = measured() or None  # 0 where the device isn't in use
     figures = zip(map(median, shares), sent, received, peaks, strict=True)
     by_worker = tuple(WorkerMetrics(*each) for each in figures)
     return Metrics(median(seconds), len(timelines), by_worker, peak)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..clock.timeline import Event
+from ..ir.modes import casts
 from ..jobs.job import Job
 from ..transport.endpoints import Endpoint
 from .culprit import add_culprit
@@ -53,7 +54,7 @@ class Run(ABC):
         with ExitStack() as modes:  # stage graphs hold all casts already
             modes.enter_context(torch.inference_mode(self.inference))
             modes.enter_context(torch.no_grad())
-            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            for kind, _ in casts():
                 modes.enter_context(torch.autocast(kind, enabled=False))
             try:
                 results = self.go_on(tangents)

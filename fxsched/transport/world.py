@@ -60,9 +60,18 @@ def _sendable(error: Exception) -> Exception:
 
 def largest(values: Tensor) -> Tensor:
     """The largest of each value over all ranks; the values themselves on threads."""
-    if dist.is_initialized():
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-    return values
+    if not dist.is_initialized():
+        return values
+    sent = values.to(group_device())
+    dist.all_reduce(sent, dist.ReduceOp.MAX)
+    return sent.to(values.device)
+
+
+def group_device() -> torch.device:
+    """The device whose tensors the default group sends: the CPU, if it can, as it does
+    not with nccl alone."""
+    kinds = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def start_group() -> None:
@@ -134,9 +143,9 @@ def default_timeout() -> float:
     """Seconds that the process group waits at most."""
     try:
         world: Any = dist.group.WORLD
-        options = world._get_backend(torch.device("cpu")).options
+        options = world._get_backend(group_device()).options
         return float(options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):  # no backend for the CPU, or without options
+    except (AttributeError, RuntimeError):  # a backend without options
         return float(c10d.default_pg_timeout.total_seconds())
 
 

@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxsched
 from fxsched import PlanError, schedules
 from fxsched.capture.refusals import refused
-from fxsched.ir.chosen import Selection, chosen_gradients, keep_selection
+from fxsched.ir.chosen import Selection, chosen_gradients, keep_selection, shape_of
 
 PADDING = -100
 
@@ -328,3 +330,25 @@ def test_gradients_go_through_a_write_in_a_block_without_gradients() -> None:
     model, x = WritesAside(), torch.randn(8, 4)
     found = fxsched.verify(model, schedules.gpipe(2, 2), x)
     assert found.passed
+
+
+class Copies(TorchDispatchMode):
+    """Notes whether each copy to another device waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.waits.append(not (kwargs or {}).get("non_blocking"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_shape_comes_to_a_device_without_a_wait() -> None:
+    with FakeTensorMode(), Copies() as copies:
+        shape = shape_of(torch.empty(3, 4, device="cuda"))
+    assert shape.device.type == "cuda" and copies.waits == [False]
+    assert shape_of(torch.empty(3, 4)).tolist() == [3, 4]

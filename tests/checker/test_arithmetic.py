@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 import fxsched
 from fxsched import schedules
+from fxsched.ir.graph_text import LOCAL, argument_text
 from fxsched.plans.arithmetic import first_difference
 
 Function = Callable[[Tensor], Tensor]
@@ -118,3 +119,17 @@ def test_another_process_with_other_hashes_has_the_same_digest() -> None:
         check=True,
     )
     assert found.stdout.strip() == plain().digest
+
+
+@pytest.mark.parametrize(
+    "make", [torch.device, str, "at {}".format, lambda name: [f"{name}"]]
+)
+def test_ranks_on_devices_of_their_own_compute_the_same(
+    make: Callable[[str], Any],
+) -> None:
+    one, other = (
+        LOCAL.sub("", argument_text({"device": make(f"cuda:{i}")}, {})) for i in (0, 1)
+    )
+    assert one == other and "cuda" in one
+    kept = "device(type='cuda'), narrow(%1, 0, index=3), {'a': 1}"
+    assert LOCAL.sub("", kept) == kept

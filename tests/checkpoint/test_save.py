@@ -25,7 +25,9 @@ from fxsched import PlanError, schedules
 from fxsched.checkpoint.cut_weights import Whole
 from fxsched.checkpoint.part import Part
 from fxsched.checkpoint.save import _check_parts
+from fxsched.checkpoint.values import random_state, set_random_state
 from tests import elastic
+from tests.devices import find_devices
 from tests.ranks_save import Loader, Training, full_disk, resumed
 from tests.resumes import resume
 from tests.torchrun import ONE_THREAD, ROOT, torchrun
@@ -456,3 +458,24 @@ def test_all_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
     wanted = draw()
     fxsched.load(tmp_path, model)
     assert draw() == wanted
+
+
+def test_generators_of_devices_are_saved_once_they_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And set again on as many devices of the kind as there are."""
+    assert random_state().keys() == {"cpu", "python", "numpy"}
+    devices = find_devices(monkeypatch, "xpu", 2)
+    saved, before = random_state(), devices.states()
+    assert all(map(torch.equal, saved["xpu"], before))
+    for generator in devices.generators:
+        generator.manual_seed(9)
+    set_random_state(saved)
+    assert all(map(torch.equal, devices.states(), before))
+    other = find_devices(monkeypatch, "cuda", 1)
+    other.generators[0].manual_seed(9)
+    (drawn,) = other.states()
+    set_random_state(saved)
+    assert torch.equal(other.states()[0], drawn)
+    other.used = False
+    assert random_state().keys() == {"cpu", "python", "numpy"}

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxsched import schedules
+from fxsched import PlanError, schedules
 from fxsched.cli import demo, demo_task
 from fxsched.cli import main as cli
+from tests.devices import find_devices
 
 ROOT = Path(__file__).parents[2]
 DEMO = "demo --schedule 1f1b --workers 2 --microbatches 2 --steps 2"
@@ -197,7 +198,7 @@ def test_torchrun_prints_the_same_losses_as_threads(printed: dict[str, str]) -> 
             r"stale_by_one: an update every 3 microbatches: the demo's batch of 64 ",
         ),
         ("demo --microbatches 7", r"batch of 64 doesn't divide.*give 1, 2, 4, 8"),
-        ("demo --device tpu", r"'tpu' is not one of 'cpu', 'cuda'; see "),
+        ("demo --device tpu", r"--device tpu: torch finds .* here; give --device cpu"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_is_allowed(
@@ -224,3 +225,20 @@ def test_a_bad_schedule_ends_the_process_with_code_2() -> None:
     run = start("-m fxsched demo --schedule nope")
     out, errors = run.communicate(timeout=100)
     assert (run.returncode, out, errors.count("\n")) == (2, "", 1)
+
+
+def test_each_rank_of_a_host_takes_a_device_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And they share the devices, if there are fewer of them."""
+    find_devices(monkeypatch, "xpu", 2)
+    set_to: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", set_to.append)
+    for rank, device in enumerate(("xpu:0", "xpu:1", "xpu:0")):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert demo_task.local_device("xpu") == device
+        assert demo_task.local_device("cpu") == "cpu"
+    assert set_to == [0, 1, 0]
+    with pytest.raises(PlanError, match=r"finds xpu here; give --device cpu or xpu$"):
+        demo_task.check(schedules.gpipe(1, 1), "cuda")
+    demo_task.check(schedules.gpipe(1, 1), "xpu")

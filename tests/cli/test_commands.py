@@ -173,6 +173,7 @@ def test_help_says_what_is_taken(
         ("--modules second", r"\n *0 +first .*\n *1 +second "),
         ("--gradient-dtype float64 --encode activations=bfloat16", r"1f1b: 2 workers"),
         ("--batch-dims x=0,y=0 --ragged fewer", r"1f1b: 2 workers"),
+        ("--device H100", r"\ncosts are estimates for device='H100'\n"),
     ],
 )
 def test_plan_takes_the_options_of_a_backend(
@@ -197,6 +198,7 @@ def test_plan_takes_the_options_of_a_backend(
         ("--buffers a=,b=mean", "'a' has no word; give name=word,name=word"),
         ("--modules third", "stages names module 'third'"),
         ("--cut first=row", "the schedule has one shard"),
+        ("--device K80", "'K80' is not one of 'cpu', 'A10', 'L4', 'A100', 'H100', "),
     ],
 )
 def test_plan_refuses_what_a_backend_does(
@@ -468,7 +470,7 @@ def test_search_compare_and_plan_predict_the_same(
 ) -> None:
     """A step and its bytes, with updates, also where gradients are added up."""
     monkeypatch.setattr(candidate_comparison, "PLANNED", 99)
-    size = "--workers 2 --microbatches 4"
+    size = "--workers 2 --microbatches 4 --device A10"
     names = ["1f1b", "zb_h1", "ddp", "fsdp"]
     file = "model.py:trained"
     options = f"{size} --schedules {','.join(names)}"
@@ -482,7 +484,7 @@ def test_search_compare_and_plan_predict_the_same(
         assert row(name, searched)[1:5] == [stages, step, bubble, memory]
         text = output(f"plan {file} {size} --schedule {name}", capsys)
         assert f" {stages} stage" in text.partition("\n")[0]
-        assert f"predicted step: {step} {unit}, " in text
+        assert f"predicted step: {float(step):g} {unit}, " in text
         assert f"(bubble {bubble})" in text and f" {memory}\n" in text
 
 

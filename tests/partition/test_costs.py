@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 
 import fxsched
 from fxsched import schedules
-from fxsched.partition.costs import RATES, Cost, Meter, cost_of
+from fxsched.ir.request import Device
+from fxsched.partition import costs
+from fxsched.partition.costs import OTHER, RATES, Cost, Meter, cost_of, rates_of
 from tests.cases import build
 from tests.partition.test_partition import capture
 
@@ -64,3 +69,112 @@ def test_what_wants_no_gradient_has_no_backward_seconds() -> None:
     seconds = [unit.backward for unit in problem.units]
     assert seconds[:2] == [0.0, 0.0] and min(seconds[2:]) > 0
     assert seconds[3] > seconds[2]  # the third passes no gradient on
+
+
+class Mixed(nn.Module):
+    """A layer in float64, and three in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exact = nn.Linear(512, 512).double()
+        self.rest = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.exact(x).float()).sum()
+
+
+def mixed_plan(device: Device | None) -> fxsched.Plan:
+    with torch.device("meta"):
+        model, x = Mixed(), torch.ones(4096, 512, dtype=torch.float64)
+    return fxsched.plan(model, schedules.gpipe(2, 4), x, device=device)
+
+
+def test_stages_are_cut_by_the_rates_of_the_named_device() -> None:
+    """float64 is half as fast as float32 on a CPU, and 1/64 as fast on an A10."""
+    here, there = mixed_plan(None), mixed_plan("A10")
+    assert here.stages.nodes[0]["modules"] == ["exact", "rest.0"]
+    assert there.stages.nodes[0]["modules"] == ["exact"]
+    assert "costs are estimates for device='A10'" in there.explain()
+    assert "device=" not in here.explain()
+    assert mixed_plan("cpu").simulate().latency == here.simulate().latency
+
+
+def test_a_step_takes_longer_on_a_slower_device() -> None:
+    h100, a100, a10 = (mixed_plan(name).simulate().latency for name in GPUS)
+    assert h100 < a100 < a10
+
+
+GPUS: tuple[Device, ...] = ("H100", "A100", "A10")
+
+
+@pytest.mark.parametrize(
+    "dtype, rate",
+    [
+        (torch.bfloat16, 989e12),
+        (torch.float16, 989e12),
+        (torch.float32, 67e12),
+        (torch.float64, 67e12),
+        (torch.int8, 67e12),
+    ],
+)
+def test_a_product_costs_by_its_type(dtype: torch.dtype, rate: float) -> None:
+    x = torch.ones(4096, 4096, dtype=dtype, device="meta")
+    flops, _, seconds = cost_of(aten.mm.default, (x, x), {}, x, "H100")
+    assert seconds == pytest.approx(flops / rate + RATES["H100"].launch)
+
+
+def test_float32_counts_as_tf32_where_torch_may_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates = RATES["H100"]
+    for name, func in (("MATRICES", aten.mm), ("CONVOLUTIONS", aten.convolution)):
+        for precision, flops in (("ieee", 67e12), ("tf32", 494e12)):
+            flags = SimpleNamespace(fp32_precision=precision)
+            monkeypatch.setattr(costs, name, flags)
+            assert rates.flops(torch.float32, func) == flops
+            assert rates.flops(torch.float64, func) == 67e12
+
+
+def test_models_are_planned_with_either_of_torchs_settings_of_tf32() -> None:
+    """Reading the older one raises once the newer one was set."""
+    flags = costs.MATRICES
+    before = flags.fp32_precision
+    try:
+        flags.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="mix of the legacy"):
+            torch.get_float32_matmul_precision()
+        fxsched.plan(nn.Linear(4, 4), schedules.gpipe(1, 1), torch.ones(4, 4))
+    finally:
+        flags.fp32_precision = before
+
+
+def test_every_device_that_may_be_named_has_rates() -> None:
+    assert {*RATES} == {*get_args(Device), OTHER}
+
+
+@pytest.mark.parametrize(
+    "name, row",
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", OTHER),
+        ("AMD Instinct MI300X", OTHER),
+    ],
+)
+def test_a_gpu_is_known_by_its_name(
+    name: str, row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    costs._row.cache_clear()
+    assert rates_of(torch.device("cuda"), None) is RATES[row]
+    assert rates_of(torch.device("cuda"), "L4") is RATES["L4"]
+    costs._row.cache_clear()
+
+
+def test_a_profile_is_of_one_device_and_a_plan_for_another_refuses_it() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(4, 4)
+    profile = fxsched.profile(model, x)
+    with pytest.raises(fxsched.PlanError, match=r"profile=, device='A100'.*leave one"):
+        fxsched.backend(schedules.gpipe(1, 1), profile=profile, device="A100")
+    fxsched.backend(schedules.gpipe(1, 1), profile=True, device="A100")

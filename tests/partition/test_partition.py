@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 
 import fxsched
 from fxsched import Network, PlanError, Rate, Schedule, schedules
@@ -21,6 +22,7 @@ from fxsched.ir.request import Request
 from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.models.three_encoder import ThreeEncoder, ThreeEncoderConfig
 from fxsched.partition.cut_cost import Problem
+from fxsched.partition.measure import _TimedPass
 from fxsched.partition.planner import choose_cut
 from fxsched.passes import partition
 
@@ -529,3 +531,18 @@ def test_hybrid_serves_the_stages_of_embedding_tables() -> None:
     }
     assert owners["table.weight"] == (2,)
     assert owners["layer.weight"] == owners["tied.weight"] == (0, 1)
+
+
+def test_a_profile_waits_for_the_devices_of_its_model_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    fxsched.profile(nn.Linear(4, 4), torch.ones(4, 4), repeats=1)
+    assert waited == []
+    graph = fx.Graph()
+    with FakeTensorMode():
+        graph.placeholder("x").meta["val"] = torch.ones(2, device="cuda:1")
+    graph.output(None)
+    _TimedPass(fx.GraphModule({}, graph), (), 1).now()
+    assert waited == [torch.device("cuda:1")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import fxsched
 from fxsched import PlanError, Schedule
 from fxsched.dry_run import MicrobatchTraced, Tracer
 from fxsched.placement.kinds import Effect, Kind, Rows
+from fxsched.placement.row_warnings import RowWatch
 from tests import cases
 
 SEQUENCES, FEATURES = torch.randn(8, 4, 6), torch.randn(8, 6)
@@ -360,6 +362,17 @@ def test_ignored_labels_are_named_when_microbatches_have_unequal_numbers() -> No
     (text,) = warned(model, *batches)
     assert "labels that are not -100, of which microbatches have from 0 to 2" in text
     assert "F.cross_entropy(s.linear(x), y)" in text
+
+
+def test_numbers_of_labels_on_a_device_are_read_a_call_later() -> None:
+    """Reading one of the meta device raises, as it has none."""
+    watch: Any = object.__new__(RowWatch)
+    watch.texts, watch.pending, watch.microbatches = [], [], 2
+    watch.labels = [SimpleNamespace(counts=lambda value, _: value)]
+    watch.early = lambda *args: [torch.ones(2, device="meta")]
+    watch((), set())
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        watch((), set())
 
 
 @torch.library.custom_op("rows::doubled", mutates_args=())

@@ -18,11 +18,12 @@ from torch import Tensor, fx, nn
 
 import fxsched
 from fxsched import Direction, Placement, Schedule, planning, schedules
-from fxsched.plan_cache import find
+from fxsched.plan_cache import find, key
 from fxsched.plan_cache.graph_files import packed, unpacked
 from fxsched.plan_cache.names import CannotKeep
 
 from ..cases import build
+from ..devices import find_devices
 
 Case = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
 
@@ -432,3 +433,13 @@ def test_two_processes_write_at_once(place: Path) -> None:
     untraced = "import fxsched.planning; fxsched.planning.trace_microbatch = None"
     code = f"{untraced}\n{START}"
     assert subprocess.check_output([sys.executable, "-c", code]) == first
+
+
+def test_plans_of_other_devices_have_other_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Devices of any kind, with whatever their module tells of them."""
+    make = key._installed.__wrapped__
+    here = make()
+    find_devices(monkeypatch, "xpu", 2)
+    assert make() == (*here, "['the xpu 0', '0']", "['the xpu 1', '1']")

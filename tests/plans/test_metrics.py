@@ -10,8 +10,10 @@ import fxsched
 from fxsched import PlanError, schedules
 from fxsched.clock.timeline import Event
 from fxsched.ir.request import Order
+from fxsched.jobs.job import Direction, Job
 from fxsched.plans.metrics import STEPS, Metrics, WorkerMetrics, metrics_of
 from tests import cases
+from tests.devices import find_devices
 
 
 class Two(nn.Module):
@@ -53,7 +55,7 @@ def test_openmetrics_has_a_family_for_each_figure() -> None:
     assert 'fxsched_busy_share{worker="0"} 0.75' in lines
     assert "# UNIT fxsched_busy_share share" not in lines
     assert 'fxsched_memory_bytes{worker="1",held="weights"} 20.0' in lines
-    assert lines[-3:] == ["fxsched_cuda_peak_bytes 7.0", "# EOF", ""]
+    assert lines[-3:] == ["fxsched_device_peak_bytes 7.0", "# EOF", ""]
     families = [line for line in lines if line.startswith("# TYPE")]
     assert len(families) == len(set(families)) == 6
 
@@ -115,3 +117,13 @@ def test_jobs_are_ranges_of_a_profiler_that_runs(order: Order) -> None:
         jobs = {f"fxsched {job}" for job in backend.plan.jobs}
     found = [e.name for e in profiler.events() if e.name.startswith("fxsched")]
     assert sorted(found) == sorted(jobs)
+
+
+def test_the_peak_is_that_of_the_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = fxsched.plan(nn.Linear(4, 4), schedules.gpipe(1, 1), torch.ones(4, 4))
+    steps = [[Event(Job(0, 0, Direction.FORWARD), 0, 0.0, 1.0)]]
+    assert metrics_of(plan, steps).device_peak is None
+    devices = find_devices(monkeypatch, "xpu", 1)
+    assert metrics_of(plan, steps).device_peak == 7
+    devices.used = False
+    assert metrics_of(plan, steps).device_peak is None

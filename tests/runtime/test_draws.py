@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fxsched
 from fxsched import PlanError, Schedule, schedules
+from fxsched.ir import ops
+from tests.devices import find_devices
 from tests.drawn_models import Drawing, Once, Rows, compare
 from tests.started_ranks import run_ranks
 from tests.whole_batch import drawn
@@ -142,3 +146,30 @@ def test_dropout_between_layers_of_an_rnn_is_refused() -> None:
         step(x)
     model.eval()
     torch.testing.assert_close(step(x), model(x))
+
+
+@pytest.mark.parametrize("named", ["device=", "tensor", "list"])
+def test_a_draw_seeds_the_devices_that_it_names_and_no_others(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On three devices that the CPU stands in for; the draw is on number 1."""
+    devices, on_cpu = find_devices(monkeypatch, "cuda", 3), torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device: on_cpu())
+    before = [*devices.states(), torch.get_rng_state()]
+
+    def draw(*args: Any, **kwargs: Any) -> list[Tensor]:
+        cpu = torch.rand(3)
+        return [cpu, *(torch.rand(3, generator=g) for g in devices.generators)]
+
+    with FakeTensorMode():
+        operand = torch.empty(2, device="cuda:1")
+    arguments = {"tensor": (operand,), "list": ([operand], 3)}.get(named, ())
+    keywords = {"device": operand.device} if named == "device=" else {}
+    drawn = [ops.seeded(draw, 7, *arguments, **keywords) for _ in range(2)]
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    same = [torch.equal(a, b) for a, b in zip(drawn[0][1:], drawn[1][1:], strict=True)]
+    assert same == [False, True, False]
+    assert torch.equal(drawn[0][2], drawn[0][0])  # both from seed 7
+    after = [*devices.states(), torch.get_rng_state()]
+    unchanged = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert unchanged == [False, True, False, True]  # others went on, as they drew

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import Placement, Schedule, schedules
+from fxsched.ir.modes import casts, modes_after_errors, with_casts
+from tests.devices import find_devices
 
 ORDERS = pytest.mark.parametrize("order", ["static", "dynamic"])
 
@@ -552,3 +554,23 @@ def test_layers_that_have_no_gradient_in_eval_mode_equal_eager() -> None:
         assert (
             backend.plan is not None and not backend.plan.notes
         )  # no global-batch stage
+
+
+def test_autocast_of_any_device_is_a_mode_of_the_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find_devices(monkeypatch, "xpu", 1)
+    torch.set_autocast_enabled("xpu", True)
+    torch.set_autocast_dtype("xpu", torch.bfloat16)
+    try:
+        then = casts()
+        assert then == [("xpu", torch.bfloat16)]
+        with pytest.raises(ValueError), modes_after_errors():
+            torch.set_autocast_enabled("xpu", False)
+            raise ValueError
+        assert casts() == then
+    finally:
+        torch.set_autocast_enabled("xpu", False)
+    with with_casts(then):
+        assert casts() == then
+    assert casts() == []

@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
 
 from fxsched.ir.graphs import Spec
+from fxsched.transport import world
 from fxsched.transport.shared_memory import Neighbour, Neighbours
 from fxsched.transport.wire_format import Packing, Parcel
 
@@ -222,3 +226,27 @@ def test_who_needs_nothing_more_does_not_ask_why_a_link_has_ended(
     there.reader.join(10)
     assert there.gone
     assert not asked
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("gloo", "cpu"), ("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu")],
+)
+def test_a_group_of_nccl_alone_sends_tensors_of_gpus(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = str(c10d.BackendConfig(dist.Backend(backend)))
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    assert world.group_device() == torch.device(device)
+
+
+def test_numbers_are_compared_on_the_device_of_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, sent = torch.device("cuda", 1), list[torch.device]()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(world, "group_device", lambda: device)
+    monkeypatch.setattr(dist, "all_reduce", lambda value, _: sent.append(value.device))
+    with FakeTensorMode():
+        assert world.largest(torch.ones(3)).device.type == "cpu"
+    assert sent == [device]
