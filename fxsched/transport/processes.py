@@ -35,7 +35,7 @@ from .control import SAME, Control
 from .endpoints import Where
 from .helper_threads import Helpers
 from .host_links import host_name
-from .leaving import Leaving
+from .lane import Lane
 from .shared_memory import Neighbour, Neighbours
 from .wire_format import Parcel
 from .world import check_world, default_timeout, start_group
@@ -60,7 +60,7 @@ class ProcessEndpoint:
         slots = TAGS // MESSAGES
         self.first = (mark.call + 97 * mark.plan + mark.inputs) % slots * MESSAGES
         self.coming: dict[int, tuple[list[dist.Work], list[Tensor]]] = {}
-        self.leaving: dict[int, Leaving] = {}  # what is on its way, by peer
+        self.leaving: dict[int, Lane] = {}  # what is on its way, by peer
         self.where: Callable[[], str] = lambda: ""  # the job that the run is at
 
     def _near(self, parcel: Parcel) -> Neighbour | None:
@@ -83,8 +83,8 @@ class ProcessEndpoint:
                 dist.isend, buffer, parcel.peer, self._tag(parcel)
             )
             if parcel.peer not in self.leaving:
-                self.leaving[parcel.peer] = Leaving(self.processes.helpers)
-            self.leaving[parcel.peer].add(work.wait, buffer)
+                self.leaving[parcel.peer] = Lane(helpers=self.processes.helpers)
+            self.leaving[parcel.peer].call("", _left, work, buffer)
 
     def expect(self, parcel: Parcel) -> None:
         if self._near(parcel) is not None:
@@ -143,7 +143,7 @@ class ProcessEndpoint:
     def finish(self) -> None:
         for peer, leaving in self.leaving.items():
             with self.processes.waiting(peer, self.mark, self.where):
-                leaving.wait()
+                leaving.finish()
 
     def share(self) -> None:
         for near in self.processes.neighbours.values():
@@ -151,6 +151,12 @@ class ProcessEndpoint:
 
     def fail(self, error: BaseException) -> None:
         self.processes.fail(error)
+
+
+def _left(work: dist.Work, buffer: Tensor) -> None:
+    """Waits until a send has left, whose buffer is kept until then: works of
+    torch.distributed can't be asked whether they are done."""
+    work.wait()
 
 
 @dataclass(eq=False)
