@@ -373,8 +373,8 @@ def _stepped(plan: Plan, workers: Collection[int]) -> list[int]:
     return [
         state.input
         for group in plan.groups
-        for state, trained in zip(group.state, group.trained, strict=True)
-        if trained and any(worker in workers for worker in group.updaters)
+        for state in group.learned
+        if any(worker in workers for worker in group.updaters)
     ]
 
 

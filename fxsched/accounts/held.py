@@ -110,11 +110,7 @@ def _resident(step: Step, state: Mapping[int, int]) -> Iterator[list[float]]:
         group = step.facts.groups[number]
         pairs = list(zip(group.state, of_call(node)["specs"], strict=True))
         own = sum(spec.bytes for each, spec in pairs if each.role is not Role.SHARED)
-        kept: float = sum(
-            state.get(each.input, 0)
-            for each, trained in zip(group.state, group.trained, strict=True)
-            if trained
-        )
+        kept: float = sum(state.get(each.input, 0) for each in group.learned)
         drifts = step.every is not None and group.stages[0] in stages
         if drifts or number in stepped:
             kept += _bytes(step.trained_specs(number))
