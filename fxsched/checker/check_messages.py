@@ -113,16 +113,14 @@ def _text(specs: Specs) -> str:
 
 
 def _check_order(summaries: Sequence[Summary]) -> None:
-    sent: dict[tuple[int, int], list[int]] = {}
-    received: dict[tuple[int, int], list[int]] = {}
+    tags: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     for summary in summaries:
         for end in summary.ends:
-            if end.what == "send":
-                sent.setdefault((summary.rank, end.other), []).append(end.tag)
-            else:
-                received.setdefault((end.other, summary.rank), []).append(end.tag)
-    for pair, tags in sent.items():
-        for mine, other in zip(tags, received[pair], strict=True):
+            sends, pair = end.what == "send", (summary.rank, end.other)
+            each = tags.setdefault(pair if sends else pair[::-1], ([], []))
+            each[not sends].append(end.tag)
+    for pair, (sent, received) in tags.items():
+        for mine, other in zip(sent, received, strict=True):
             if mine != other:
                 raise CheckError(
                     f"worker {pair[0]} sends tag {mine} to worker {pair[1]}, which "
