@@ -142,11 +142,6 @@ class _Lives:
             (op.args[1], op.task) for op in step.ops if op.target is ops.accumulate
         }
         self.posted = {message for each in step.posts.values() for message in each}
-        self.lines: list[list[Op | Message]] = [[] for _ in range(step.jobs.workers)]
-        for line in step.lines:
-            ends = (line.worker,) if isinstance(line, Op) else (line.source, line.to)
-            for worker in ends:
-                self.lines[worker].append(line)
 
     def made(self, line: Op | Message, worker: int) -> Iterator[Born]:
         """What a line makes on a worker."""
@@ -214,7 +209,7 @@ def _walk(
 ) -> Iterator[tuple[Op | Message, list[float]]]:
     """Each line of a worker with what it holds, by kind, once the line has made what it
     makes; one list for all lines, which changes."""
-    lines = lives.lines[worker]
+    lines = lives.step.lines_of[worker]
     last: dict[Value, int] = {}
     for place, line in enumerate(lines):
         for value in read(line, worker):
