@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -176,25 +177,12 @@ def _check_tasks(
 
 def _circle(after: Sequence[Sequence[int]]) -> list[int]:
     """A circle in a graph, given by what follows each of its points; [] if none."""
-    missing = [0] * len(after)
-    for following in after:
-        for point in following:
-            missing[point] += 1
-    ready = [point for point, count in enumerate(missing) if not count]
-    for done in ready:
-        for point in after[done]:
-            missing[point] -= 1
-            if not missing[point]:
-                ready.append(point)
-    left = set(range(len(after))).difference(ready)
-    before = {to: point for point in sorted(left) for to in after[point]}
-    path: dict[int, None] = {}
-    point = min(left, default=-1)
-    while left and point not in path:
-        path[point] = None
-        point = before[point]  # what is left waits for something that is left
-    walked = list(path)
-    return walked[walked.index(point) :][::-1] if left else []
+    try:
+        TopologicalSorter(dict(enumerate(after))).prepare()
+    except CycleError as error:
+        circle: list[int] = error.args[1]
+        return circle[:0:-1]
+    return []
 
 
 def _check_claims(
