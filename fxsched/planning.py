@@ -160,7 +160,7 @@ def _request(
     updaters = {i: each.updater for i, each in known}
     return replace(
         request,
-        updates=_updated(args, options),
+        updates=positions_of(options.optimizer, args) if options.optimizer else (),
         moments=_moments(args, options),
         state_bytes=state_bytes(options.optimizer, args),
         training=torch.is_grad_enabled(),
@@ -264,13 +264,6 @@ def _with_updates(schedule: Schedule, options: Options) -> Schedule:
     if options.optimizer is None or schedule.update_every is not None:
         return schedule
     return replace(schedule, update_every=schedule.microbatches)
-
-
-def _updated(args: Sequence[Any], options: Options) -> tuple[int, ...]:
-    """Positions of what the optimizer has."""
-    if options.optimizer is None:
-        return ()
-    return positions_of(options.optimizer, args)
 
 
 def _moments(args: Sequence[Any], options: Options) -> dict[int, Specs]:

@@ -30,6 +30,8 @@ from .stage_costs import Costs
 ALIKE = 1e-3  # share of a step that no prediction tells apart
 FINALISTS = 3  # placements whose best order is compared
 PLANNED = 8  # schedules that are planned for a model
+LONGER = "longer by estimates, and not planned"
+MOVING = "not compared, since they move weights or gradients and prefetch isn't given"
 
 
 class Row(NamedTuple):
@@ -222,20 +224,13 @@ class Comparison:
         parts = [line, tables.table(headers, cells, "lrrrrrl", width, wrap=True)]
         parts += [MEET] * any("*" in row[1] for row in cells)
         shown = {row.candidate.name for row in self.rows}
-        for said, names in (
-            (
-                "longer by estimates, and not planned",
-                [name for name in self.longer if name not in shown],
-            ),
-            (
-                "not compared, since they move weights or gradients and prefetch isn't "
-                "given",
-                self.left_out,
-            ),
-        ):
-            if names:
-                out = f"{said}: {', '.join(dict.fromkeys(names))}"
-                parts.append(tables.wrapped([out]))
+        out = {
+            LONGER: [name for name in self.longer if name not in shown],
+            MOVING: self.left_out,
+        }
+        for said, names in out.items():
+            text = f"{said}: {', '.join(dict.fromkeys(names))}"
+            parts += [tables.wrapped([text])] * bool(names)
         return "\n\n".join(parts)
 
     def _sorted(self) -> list[Row]:
