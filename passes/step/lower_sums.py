@@ -327,8 +327,8 @@ class _SumByHosts:
     """A sum that is added up beside the jobs; what workers of one host give is added up
     there first.
 
-    parts, places: the sum of each worker's own gradients, and the line that gives the
-        last of them.
+    parts: the sum of each worker's own gradients. made: the lines after which these,
+        and what is made of them, are there.
     """
 
     def __init__(
@@ -339,9 +339,8 @@ class _SumByHosts:
         places: Mapping[int, int],
         n: int,
     ) -> None:
-        self.sums, self.total, self.parts = sums, total, parts
-        self.places, self.n = places, n
-        self.made: dict[Part, int] = {}  # sums, and the lines after which they are put
+        self.sums, self.total, self.parts, self.n = sums, total, parts, n
+        self.made = {part: places[worker] for worker, part in parts.items()}
         self.owners = sorted(sums._takers[total])
         self.specs = sums.step.sum_specs(total.group)
         self.hosts: dict[int, list[int]] = {}
@@ -409,27 +408,25 @@ class _SumByHosts:
 
     def _given(self, number: int, worker: int) -> Op:
         """A piece of what a worker gives."""
-        place = self.places[worker]
-        op, count = self.sums.lines[place], len(self.owners)
-        args = number, count, layout_of(self.specs), self.parts[worker]
+        own = self.parts[worker]
+        op, count = self.sums.lines[self.made[own]], len(self.owners)
+        args = number, count, layout_of(self.specs), own
         name = f"piece_{number}_of_{self.name}_on_worker_{worker}"
         where, specs = (op.worker, op.task, op.n), piece_specs(*args[:2], self.specs)
-        return self.sums.put(Op(*where, ops.piece, args, specs, name), place)
+        return self._put(Op(*where, ops.piece, args, specs, name), self.made[own])
 
     def _add(self, name: str, worker: int, parts: Sequence[Part]) -> Part:
         if len(parts) == 1:
             return parts[0]
         at = [*map(self.sums.step.worker, parts)]
         args = at.index(worker) if worker in at else 0, *parts
-        task, place = f"add {name.replace('_', ' ')}", max(map(self._place, parts))
+        task, place = f"add {name.replace('_', ' ')}", max(self.made[p] for p in parts)
         where, specs = (worker, task, self.n), self.sums.step.specs(parts[0])[0]
-        lane = 1 + any(part in self.made for part in parts)  # of hosts, and of all
+        sums = (isinstance(p, Op) and p.target is ops.reduce for p in parts)
+        lane = 1 + any(sums)  # of hosts, and of all
         lane *= not self.sums.request.ordered  # where one thread sends
-        new = Op(*where, ops.reduce, args, specs, name, aside=lane)
-        self.made[new] = place
-        return self.sums.put(new, place)
+        return self._put(Op(*where, ops.reduce, args, specs, name, aside=lane), place)
 
-    def _place(self, part: Part) -> int:
-        """The line after which a part is there."""
-        made = self.made.get(part)
-        return self.places[self.sums.step.worker(part)] if made is None else made
+    def _put(self, op: Op, place: int) -> Op:
+        self.made[op] = place
+        return self.sums.put(op, place)
