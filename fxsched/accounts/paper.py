@@ -190,7 +190,7 @@ class _Paper:
             tuple(owners),
             tuple(group.stages),
             (trained, False),
-            tuple(sorted(s for s in group.stages if self._gives(s))),
+            tuple(sorted(s for s in group.stages if (s, BACKWARD) in self.jobs.at)),
             updater=updater,
         )
 
@@ -207,10 +207,6 @@ class _Paper:
         if direction not in data.get("reads", (FORWARD, BACKWARD)):
             return ()
         return tuple(self.inputs[number] for number in self.read_by[stage])
-
-    def _gives(self, stage: int) -> bool:
-        """Whether a stage gives gradients."""
-        return (stage, BACKWARD) in self.jobs.at
 
     # Calls
 

@@ -76,7 +76,8 @@ class Comparison:
         for number, candidate in enumerate(candidates, 1):
             self.tell(f"simulating {number} of {len(candidates)} schedules")
             self.enter(candidate)
-        budget = Budget(jobs, lambda left: self.tell(_looking(1 - left / jobs)))
+        looking = "looking for orders of jobs, {:.0%}".format
+        budget = Budget(jobs, lambda left: self.tell(looking(min(1 - left / jobs, 1))))
         climbers = []
         places = placements(
             candidates, self.costs.graphs, self.goal.workers, self.goal.microbatches
@@ -262,10 +263,6 @@ def _planned(make: Callable[[Schedule], Plan], schedule: Schedule) -> Plan:
         if not schedule.in_order:
             raise
         return make(replace(schedule, in_order=False))
-
-
-def _looking(share: float) -> str:
-    return f"looking for orders of jobs, {min(share, 1):.0%}"
 
 
 def _title(candidate: Candidate) -> str:
