@@ -201,22 +201,15 @@ class _Paper:
         note_call(node, group=number, specs=specs)
         return node
 
-    def _read(self, stage: int, direction: Direction) -> tuple[fx.Node, ...]:
-        """The weights that a stage's jobs read."""
-        data = self.stages.nodes[stage]
-        if direction not in data.get("reads", (FORWARD, BACKWARD)):
-            return ()
-        return tuple(self.inputs[number] for number in self.read_by[stage])
-
     # Calls
 
     def _call(self, kind: int) -> None:
         stage, direction = self.jobs.kinds[kind]
-        call = self.calls.create_node(
-            "call_module",
-            f"{direction.name.lower()}_{stage}",
-            (self._read(stage, direction), tuple(self.reads[kind])),
-        )
+        reads = self.stages.nodes[stage].get("reads", (FORWARD, BACKWARD))
+        groups = self.read_by[stage] if direction in reads else ()
+        args = tuple(map(self.inputs.__getitem__, groups)), tuple(self.reads[kind])
+        name = f"{direction.name.lower()}_{stage}"
+        call = self.calls.create_node("call_module", name, args)
         note_call(call, stage=stage, direction=direction, draw=None)
         for made in self.makes[kind]:
             node = self._out(call, made)
