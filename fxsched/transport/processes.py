@@ -390,13 +390,6 @@ class Processes:
             with torch.no_grad():
                 tensor.copy_(host)
 
-    def first(self, value: Any) -> Any:
-        """Rank 0's value of a small object."""
-        values = [value]
-        with self.waiting(0):
-            dist.broadcast_object_list(values, 0, group=self.group)
-        return values[0]
-
     def all(self, value: Any, what: str = "") -> list[Any]:
         """Every rank's value of a small object; `what` says what it is for."""
         values: list[Any] = [None] * dist.get_world_size()
