@@ -13,107 +13,68 @@ from typing import TYPE_CHECKING, Any
 from .uncaught import print_once
 
 if TYPE_CHECKING:
-    from . import passes, schedules
-    from .backend import Backend, backend
-    from .checker.summary import CheckError
-    from .checkpoint.load import load
-    from .checkpoint.save import save
-    from .checkpoint.saving import Saving
-    from .checkpoint.weights import load_weights, save_weights
-    from .clock.network import Link, Network, Rate
-    from .clock.timeline import Event
-    from .compiled import Compiled, compile
-    from .draw.chrome import write_trace
-    from .draw.diagram import Diagram
-    from .dry_run import explain, plan, profile
-    from .equality.replay import replay
-    from .equality.stability import Stability, stability
-    from .equality.verify import Verification, verify
-    from .ir import ops
-    from .ir.boundary import stage_boundary
-    from .jobs.job import Direction, Job, Placement, PlanError
-    from .jobs.schedule import Schedule
-    from .params.clip import clip_grad_norm_
-    from .params.cut_weights import local_parts
-    from .params.deferred import deferred, materialize
+    from . import passes as passes
+    from . import schedules as schedules
+    from .backend import Backend as Backend
+    from .backend import backend as backend
+    from .checker.summary import CheckError as CheckError
+    from .checkpoint.load import load as load
+    from .checkpoint.save import save as save
+    from .checkpoint.saving import Saving as Saving
+    from .checkpoint.weights import load_weights as load_weights
+    from .checkpoint.weights import save_weights as save_weights
+    from .clock.network import Link as Link
+    from .clock.network import Network as Network
+    from .clock.network import Rate as Rate
+    from .clock.timeline import Event as Event
+    from .compiled import Compiled as Compiled
+    from .compiled import compile as compile
+    from .draw.chrome import write_trace as write_trace
+    from .draw.diagram import Diagram as Diagram
+    from .dry_run import explain as explain
+    from .dry_run import plan as plan
+    from .dry_run import profile as profile
+    from .equality.replay import replay as replay
+    from .equality.stability import Stability as Stability
+    from .equality.stability import stability as stability
+    from .equality.verify import Verification as Verification
+    from .equality.verify import verify as verify
+    from .ir import ops as ops
+    from .ir.boundary import stage_boundary as stage_boundary
+    from .jobs.job import Direction as Direction
+    from .jobs.job import Job as Job
+    from .jobs.job import Placement as Placement
+    from .jobs.job import PlanError as PlanError
+    from .jobs.schedule import Schedule as Schedule
+    from .params.clip import clip_grad_norm_ as clip_grad_norm_
+    from .params.cut_weights import local_parts as local_parts
+    from .params.deferred import deferred as deferred
+    from .params.deferred import materialize as materialize
     from .params.full_state import (
-        full_optimizer_state_dict,
-        full_state_dict,
-        load_full_optimizer_state_dict,
-        load_full_state_dict,
+        full_optimizer_state_dict as full_optimizer_state_dict,
     )
-    from .params.norms import gradient_norm, gradient_norms, parameter_norms
-    from .params.parameter_sums import parameter_sum
-    from .params.stream import stream_state_dict
-    from .partition.measure import Profile
-    from .placement.placements import keeps_rows, placements
-    from .placement.row_warnings import RowsWarning
-    from .plans.plan import Plan
-    from .runtime.local_rows import LocalSampler
-    from .schedules.saved import load_schedule
-    from .simulator.simulate import Simulation, simulate
-    from .tuner.search import search
+    from .params.full_state import full_state_dict as full_state_dict
+    from .params.full_state import (
+        load_full_optimizer_state_dict as load_full_optimizer_state_dict,
+    )
+    from .params.full_state import load_full_state_dict as load_full_state_dict
+    from .params.norms import gradient_norm as gradient_norm
+    from .params.norms import gradient_norms as gradient_norms
+    from .params.norms import parameter_norms as parameter_norms
+    from .params.parameter_sums import parameter_sum as parameter_sum
+    from .params.stream import stream_state_dict as stream_state_dict
+    from .partition.measure import Profile as Profile
+    from .placement.placements import keeps_rows as keeps_rows
+    from .placement.placements import placements as placements
+    from .placement.row_warnings import RowsWarning as RowsWarning
+    from .plans.plan import Plan as Plan
+    from .runtime.local_rows import LocalSampler as LocalSampler
+    from .schedules.saved import load_schedule as load_schedule
+    from .simulator.simulate import Simulation as Simulation
+    from .simulator.simulate import simulate as simulate
+    from .tuner.search import search as search
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Backend",
-    "CheckError",
-    "Compiled",
-    "Diagram",
-    "Direction",
-    "Event",
-    "Job",
-    "Link",
-    "LocalSampler",
-    "Network",
-    "Placement",
-    "Plan",
-    "PlanError",
-    "Profile",
-    "Rate",
-    "RowsWarning",
-    "Saving",
-    "Schedule",
-    "Simulation",
-    "Stability",
-    "Verification",
-    "backend",
-    "clip_grad_norm_",
-    "compile",
-    "deferred",
-    "explain",
-    "full_optimizer_state_dict",
-    "full_state_dict",
-    "gradient_norm",
-    "gradient_norms",
-    "keeps_rows",
-    "load",
-    "load_full_optimizer_state_dict",
-    "load_full_state_dict",
-    "load_schedule",
-    "load_weights",
-    "local_parts",
-    "materialize",
-    "ops",
-    "parameter_norms",
-    "parameter_sum",
-    "passes",
-    "placements",
-    "plan",
-    "profile",
-    "replay",
-    "save",
-    "save_weights",
-    "schedules",
-    "search",
-    "simulate",
-    "stability",
-    "stage_boundary",
-    "stream_state_dict",
-    "verify",
-    "write_trace",
-]
 
 # The names of each module, imported when one is first asked for: PyTorch, which most of
 # them need, takes seconds to import.
@@ -164,6 +125,7 @@ HOMES = {name: module for module, names in MODULES.items() for name in names}
 
 
 if not TYPE_CHECKING:
+    __all__ = sorted(HOMES)
 
     def __getattr__(name: str) -> Any:
         if name not in HOMES:
@@ -176,7 +138,7 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*HOMES, "__version__"])
 
 
 class _Package(ModuleType):

@@ -16,7 +16,7 @@ from .capture.trace import Traced, trace_microbatch
 from .ir.modes import modes_after_errors
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
-from .jobs.user_values import shown
+from .jobs.user_values import positive, shown
 from .options import PLANNED, Options, parted, with_names
 from .params.record import specs_of
 from .params.released import stand_in
@@ -25,7 +25,6 @@ from .passes.model_passes import ModelPass, run_model_passes
 from .planning import plan_call
 from .plans.plan import Plan
 from .runtime.padding import check_padded
-from .schedules.arguments import positive
 from .transport.world import from_rank_0
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from .capture.batch_norms import Norms
 from .capture.trace import Traced
 from .draw.palette import clock
 from .draw.tables import byte_text
-from .ir.facts import FACTS, facts
 from .ir.request import Request
 from .jobs.job import Direction, Job, PlanError
 from .jobs.schedule import Schedule
-from .pairs import Predicted, predicted
+from .pairs import Predicted, predicted, with_facts
 
 Trace = Callable[[Norms], Traced]
 FEW = 8  # norms, between which microbatches may have long ways of their own
@@ -31,7 +29,7 @@ def trace_norms(trace: Trace, request: Request, updates_once: bool) -> Traced:
         traced = trace("microbatch")
         text = f"BatchNorm takes its statistics of each microbatch: {why}"
         quiet = _quiet(traced) if request.batch_norm is None else traced
-        return _said(quiet, text) if traced.norms else traced
+        return with_facts(quiet, norms=text) if traced.norms else traced
     whole: Norms = "parts" if request.rows == "local" else "whole"
     traced = trace(whole)
     if not traced.norms:
@@ -44,7 +42,7 @@ def trace_norms(trace: Trace, request: Request, updates_once: bool) -> Traced:
             whole, best, seen = "parts", other, parts
     if seen.error:
         raise seen.error
-    return _said(best, _costs(trace, request, whole, seen, spreads))
+    return with_facts(best, norms=_costs(trace, request, whole, seen, spreads))
 
 
 def _quiet(traced: Traced) -> Traced:
@@ -111,9 +109,3 @@ def _costs(
         line += f"; of each microbatch: {text(other.seconds)}, {byte_text(other.bytes)}"
     lost = ", and spread its rows over workers" * (spreads and norms == "whole")
     return f"{line}; batch_norm='microbatch', or GroupNorm, avoid these stages{lost}"
-
-
-def _said(traced: Traced, text: str) -> Traced:
-    graph = traced.graph
-    graph.meta[FACTS] = replace(facts(graph), norms=text)
-    return traced

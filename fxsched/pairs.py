@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .capture.trace import Traced
 from .clock.stage_graph import run_stages, step_seconds
@@ -39,31 +39,28 @@ def trace_pairs(trace: Trace, request: Request) -> Traced:
     if not spread.spread:
         return spread
     if request.pairs == "spread":
-        return _said(
-            spread, "pairs of rows are spread over microbatches, as pairs= says"
-        )
+        text = "pairs of rows are spread over microbatches, as pairs= says"
+        return with_facts(spread, pairs=text)
     joint = trace(False)
     times = [predicted(each, request) for each in (spread, joint)]
     if all(time.error for time in times):
         raise times[1].error or times[0].error  # type: ignore[misc]
     chosen = spread if times[0].seconds < times[1].seconds else joint
-    how = "spread over microbatches" if chosen is spread else "in a global-batch stage"
-    other = (
-        "in a global-batch stage" if chosen is spread else "spread over microbatches"
-    )
+    ways = ["spread over microbatches", "in a global-batch stage"]
+    how, other = ways if chosen is spread else ways[::-1]
     less, more = sorted(times, key=lambda time: time.seconds)
-    text = clock(less.seconds, "s").text
-    why = "can't be planned" if more.error else text(more.seconds)
-    return _said(
+    time = clock(less.seconds, "s").text
+    why = "can't be planned" if more.error else time(more.seconds)
+    return with_facts(
         chosen,
-        f"pairs of rows {how}: {text(less.seconds)} a step without sums of gradients; "
-        f"{other}: {why}",
+        pairs=f"pairs of rows {how}: {time(less.seconds)} a step without sums of "
+        f"gradients; {other}: {why}",
     )
 
 
-def _said(traced: Traced, text: str) -> Traced:
-    graph = traced.graph
-    graph.meta[FACTS] = replace(facts(graph), pairs=text)
+def with_facts(traced: Traced, **said: Any) -> Traced:
+    """The trace, of which more is known."""
+    traced.graph.meta[FACTS] = replace(facts(traced.graph), **said)
     return traced
 
 

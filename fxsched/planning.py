@@ -160,7 +160,7 @@ def _request(
     updaters = {i: each.updater for i, each in known}
     return replace(
         request,
-        updates=_updated(args, options),
+        updates=positions_of(options.optimizer, args) if options.optimizer else (),
         moments=_moments(args, options),
         state_bytes=state_bytes(options.optimizer, args),
         training=torch.is_grad_enabled(),
@@ -269,13 +269,6 @@ def _with_updates(schedule: Schedule, options: Options) -> Schedule:
     return replace(schedule, update_every=schedule.microbatches)
 
 
-def _updated(args: Sequence[Any], options: Options) -> tuple[int, ...]:
-    """Positions of what the optimizer has."""
-    if options.optimizer is None:
-        return ()
-    return positions_of(options.optimizer, args)
-
-
 def _moments(args: Sequence[Any], options: Options) -> dict[int, Specs]:
     """Shapes of what the optimizer keeps of what it has, if that is averaged."""
     averaged = options.request.schedule.average_every is not None
@@ -376,8 +369,8 @@ def _stepped(plan: Plan, workers: Collection[int]) -> list[int]:
     return [
         state.input
         for group in plan.groups
-        for state, trained in zip(group.state, group.trained, strict=True)
-        if trained and any(worker in workers for worker in group.updaters)
+        for state in group.learned
+        if any(worker in workers for worker in group.updaters)
     ]
 
 

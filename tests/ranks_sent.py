@@ -12,18 +12,19 @@ import torch
 import torch.distributed as dist
 
 from fxsched.transport.helper_threads import Helpers
-from fxsched.transport.leaving import Leaving
+from fxsched.transport.lane import Lane
+from fxsched.transport.processes import _left
 
 SIZE = 1 << 20  # floats, more than a socket's buffer takes
 
 
 def send() -> None:
     helpers = Helpers()
-    leaving, alive = Leaving(helpers), []
+    leaving, alive = Lane(helpers=helpers), []
     for tag in range(3):
         buffer = torch.full((SIZE,), float(tag))
         alive.append(weakref.ref(buffer))
-        leaving.add(dist.isend(buffer, 1, tag=tag).wait, buffer)
+        leaving.call("", _left, dist.isend(buffer, 1, tag=tag), buffer)
     del buffer
     dist.barrier()  # the peer has two
     until = time.monotonic() + 60
@@ -32,7 +33,7 @@ def send() -> None:
         time.sleep(0.01)
     assert alive[2]() is not None
     dist.barrier()
-    leaving.wait()
+    leaving.finish()
     assert alive[2]() is None
     helpers.end(10)
 

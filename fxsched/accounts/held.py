@@ -110,11 +110,7 @@ def _resident(step: Step, state: Mapping[int, int]) -> Iterator[list[float]]:
         group = step.facts.groups[number]
         pairs = list(zip(group.state, of_call(node)["specs"], strict=True))
         own = sum(spec.bytes for each, spec in pairs if each.role is not Role.SHARED)
-        kept: float = sum(
-            state.get(each.input, 0)
-            for each, trained in zip(group.state, group.trained, strict=True)
-            if trained
-        )
+        kept: float = sum(state.get(each.input, 0) for each in group.learned)
         drifts = step.every is not None and group.stages[0] in stages
         if drifts or number in stepped:
             kept += _bytes(step.trained_specs(number))
@@ -146,11 +142,6 @@ class _Lives:
             (op.args[1], op.task) for op in step.ops if op.target is ops.accumulate
         }
         self.posted = {message for each in step.posts.values() for message in each}
-        self.lines: list[list[Op | Message]] = [[] for _ in range(step.jobs.workers)]
-        for line in step.lines:
-            ends = (line.worker,) if isinstance(line, Op) else (line.source, line.to)
-            for worker in ends:
-                self.lines[worker].append(line)
 
     def made(self, line: Op | Message, worker: int) -> Iterator[Born]:
         """What a line makes on a worker."""
@@ -218,7 +209,7 @@ def _walk(
 ) -> Iterator[tuple[Op | Message, list[float]]]:
     """Each line of a worker with what it holds, by kind, once the line has made what it
     makes; one list for all lines, which changes."""
-    lines = lives.lines[worker]
+    lines = lives.step.lines_of[worker]
     last: dict[Value, int] = {}
     for place, line in enumerate(lines):
         for value in read(line, worker):

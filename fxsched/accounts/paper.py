@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import networkx as nx
 import torch
@@ -21,7 +21,7 @@ from ..clock.jobs import Jobs, weight_owners
 from ..clock.memory import Memory, Peaks, worker_totals
 from ..clock.stage_record import GroupBytes
 from ..clock.timeline import Timeline
-from ..clock.values import Sent, outputs, values_along
+from ..clock.values import Made, made_for_jobs
 from ..ir import joint
 from ..ir.facts import FACTS, Facts
 from ..ir.garbage import no_collection
@@ -131,22 +131,22 @@ class _Paper:
     def __init__(
         self, schedule: Schedule, stages: nx.DiGraph[int], jobs: Jobs, kept: float
     ) -> None:
-        self.schedule, self.stages, self.jobs, self.kept = schedule, stages, jobs, kept
+        self.schedule, self.stages, self.jobs = schedule, stages, jobs
         self.microbatches = range(jobs.microbatches)
-        self.joint = {jobs.kinds[kind][0] for kind in jobs.joint}
         self.calls = fx.Graph()
         self.read_by: dict[int, list[int]] = {s: [] for s in stages}  # groups
         self.owners = weight_owners(jobs)
         self.groups = self._groups()
         self.inputs = {g: self._weights(g) for g in self.groups}
-        self.made: dict[tuple[int, Any], fx.Node] = {}  # by stage and key
-        self.saved: dict[int, list[fx.Node]] = {}
-        self.gradients: dict[tuple[int, int, Any], fx.Node] = {}
+        self.makes: list[list[Made]] = [[] for _ in jobs.preds]  # by kind
+        for made in made_for_jobs(jobs, stages, kept):
+            self.makes[made.kind].append(made)
+        self.reads: list[list[fx.Node]] = [[] for _ in jobs.preds]
         self.sums: dict[int, list[fx.Node]] = {}
 
     def graph(self) -> fx.GraphModule:
-        for stage, direction in self.jobs.kinds[: len(self.jobs.preds)]:
-            self._call(stage, direction)
+        for kind in range(len(self.jobs.preds)):
+            self._call(kind)
         sums = {str(g): nodes for g, nodes in sorted(self.sums.items())}
         self.calls.output({"outputs": (), "state": {}, "groups": sums, "inputs": {}})
         calls = self.calls.find_nodes(op="call_module")
@@ -190,7 +190,7 @@ class _Paper:
             tuple(owners),
             tuple(group.stages),
             (trained, False),
-            tuple(sorted(s for s in group.stages if self._gives(s))),
+            tuple(sorted(s for s in group.stages if (s, BACKWARD) in self.jobs.at)),
             updater=updater,
         )
 
@@ -201,33 +201,20 @@ class _Paper:
         note_call(node, group=number, specs=specs)
         return node
 
-    def _read(self, stage: int, direction: Direction) -> tuple[fx.Node, ...]:
-        """The weights that a stage's jobs read."""
-        data = self.stages.nodes[stage]
-        if direction not in data.get("reads", (FORWARD, BACKWARD)):
-            return ()
-        return tuple(self.inputs[number] for number in self.read_by[stage])
-
-    def _gives(self, stage: int) -> bool:
-        """Whether a stage gives gradients."""
-        return (stage, BACKWARD) in self.jobs.at
-
     # Calls
 
-    def _call(self, stage: int, direction: Direction) -> None:
-        reads = {FORWARD: self._inputs, BACKWARD: self._tangents}
-        weights = self._read(stage, direction)
-        inputs = reads.get(direction, self.saved.__getitem__)(stage)
-        call = self.calls.create_node(
-            "call_module",
-            f"{direction.name.lower()}_{stage}",
-            (weights, tuple(inputs)),
-        )
+    def _call(self, kind: int) -> None:
+        stage, direction = self.jobs.kinds[kind]
+        reads = self.stages.nodes[stage].get("reads", (FORWARD, BACKWARD))
+        groups = self.read_by[stage] if direction in reads else ()
+        args = tuple(map(self.inputs.__getitem__, groups)), tuple(self.reads[kind])
+        name = f"{direction.name.lower()}_{stage}"
+        call = self.calls.create_node("call_module", name, args)
         note_call(call, stage=stage, direction=direction, draw=None)
-        if direction is FORWARD:
-            self._give_outputs(stage, call)
-        if direction is BACKWARD:
-            self._give_gradients(stage, call)
+        for made in self.makes[kind]:
+            node = self._out(call, made)
+            for reader in made.readers:
+                self.reads[reader] += self._in(reader, made, node)
         if direction is (WEIGHT if (stage, WEIGHT) in self.jobs.at else BACKWARD):
             for number in self.read_by[stage]:
                 size = self.groups[number].bytes
@@ -237,85 +224,36 @@ class _Paper:
                 of_call(node)["group"] = number
                 self.sums.setdefault(number, []).append(node)
 
-    def _inputs(self, stage: int, whole: bool = False) -> Iterator[fx.Node]:
-        for maker in sorted(self.stages.predecessors(stage)):
-            for sent in values_along(self.stages.edges[maker, stage]):
-                if sent.whole or not whole:
-                    yield from self._in(stage, maker, self.made[maker, sent.key])
-
-    def _give_outputs(self, stage: int, call: fx.Node) -> None:
-        for sent in outputs(self.stages, stage):
-            of_rows = any(
-                reader not in self.joint
-                for reader in self.stages.successors(stage)
-                if sent in values_along(self.stages.edges[stage, reader])
-            )
-            self.made[stage, sent.key] = self._out(stage, call, sent, of_rows)
-        held = self.stages.nodes[stage].get("held", 0.0)
-        split = (stage, WEIGHT) in self.jobs.at
-        shares = (1 - self.kept, self.kept) if split and self.kept < 1 else (1.0,)
-        if self._gives(stage):
-            for share in shares:
-                node = self._value(call, held * share)
-                of_call(node)["held"] = of_call(node)["received"] = held * share
-                self.saved.setdefault(stage, []).append(node)
-
-    def _tangents(self, stage: int) -> Iterator[fx.Node]:
-        yield from self.saved[stage]
-        yield from self._inputs(stage, whole=True)  # `held` has the rest of it
-        for reader in sorted(self.stages.successors(stage)):
-            for sent in values_along(self.stages.edges[stage, reader]):
-                if node := self.gradients.get((stage, reader, sent.key)):
-                    yield from self._in(stage, reader, node, sent.whole)
-
-    def _give_gradients(self, stage: int, call: fx.Node) -> None:
-        for maker in sorted(self.stages.predecessors(stage)):
-            for sent in values_along(self.stages.edges[maker, stage]):
-                if self._gives(maker):
-                    of_rows = maker not in self.joint
-                    node = self._out(stage, call, sent, of_rows)
-                    self.gradients[maker, stage, sent.key] = node
-        if (stage, WEIGHT) in self.jobs.at:
-            carried = self._value(call, 0.0)
-            of_call(carried)["received"] = 0.0
-            self.saved[stage] = [self.saved[stage][-1], carried]
-
-    # Values
-
     def _value(self, call: fx.Node, size: float) -> fx.Node:
         node = self.calls.call_function(operator.getitem, (call, len(call.users)))
         of_call(node)["specs"] = _specs(size)
         return node
 
-    def _out(self, stage: int, call: fx.Node, sent: Sent, of_rows: bool) -> fx.Node:
-        """What a stage gives to others: of a global-batch one to those of microbatches,
-        each of them has its own rows, or all have the same.
-
-        of_rows: whether others are of microbatches.
-        """
+    def _out(self, call: fx.Node, made: Made) -> fx.Node:
+        """What a job gives to others: a global-batch one to those of microbatches, each
+        of them has its own rows, or all have the same."""
 
         def one() -> fx.Node:
-            node = self._value(call, sent.bytes)
-            size = sent.bytes if sent.whole else 0.0  # `held` has the rest
+            node = self._value(call, made.bytes)
+            size = made.bytes if made.own or made.whole else 0.0  # `held` has the rest
             note_call(node, held=size, received=size)
             return node
 
-        if stage not in self.joint or not of_rows:
+        joint_kinds = self.jobs.joint
+        if made.kind not in joint_kinds or joint_kinds.issuperset(made.readers):
             return one()
-        if sent.whole:
+        if made.whole:
             parts = [one()] * len(self.microbatches)
         else:
             parts = [one() for _ in self.microbatches]
         return self.calls.call_function(joint.each, tuple(parts))
 
-    def _in(
-        self, stage: int, maker: int, value: fx.Node, adds_up: bool = False
-    ) -> Iterator[fx.Node]:
-        """How a stage reads what another gives: a global-batch one reads that of all
-        microbatches, or the sum of it."""
-        if stage not in self.joint or maker in self.joint:
+    def _in(self, reader: int, made: Made, value: fx.Node) -> Iterator[fx.Node]:
+        """How a job reads what another gives: a global-batch one reads that of all
+        microbatches, or the sum of gradients of what all of them read."""
+        if reader not in self.jobs.joint or made.kind in self.jobs.joint:
             yield value
-        elif adds_up:
+        elif made.whole and self.jobs.kinds[made.kind][1] is BACKWARD:
             total = self.calls.call_function(joint.total, (value,))
             of_call(total)["specs"] = of_call(value)["specs"]
             yield total

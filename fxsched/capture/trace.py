@@ -44,7 +44,6 @@ class Traced(NamedTuple):
     rows: what became of the rows of the batch in each output; None for no tensor.
     labels: those that means over labels are of.
     early: what computes inputs that follow those of the call, for the whole batch.
-    weighted: whether there may be such inputs.
     meets: whether rows of different microbatches meet.
     spread: whether microbatches compute their own rows of what these meet in.
     norms: how many BatchNorms have statistics of the batch; or, where these are of each
@@ -55,7 +54,6 @@ class Traced(NamedTuple):
     rows: tuple[Rows | None, ...]
     labels: dict[fx.Node, Labels]
     early: Early | None
-    weighted: bool
     meets: bool
     spread: bool
     norms: int
@@ -149,7 +147,7 @@ def trace_microbatch(
     rows = tuple(map(trace.rows_left, rows, trace.outputs()))
     labels = labels_of(trace.gm, trace.rows)
     count = trace.gm.meta.get("norms", 0) or int(trace.tracker.kept is not None)
-    return Traced(graph, rows, labels, trace.early(), weighted, *joined, count)
+    return Traced(graph, rows, labels, trace.early(), *joined, count)
 
 
 def _interpreted(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -113,16 +114,14 @@ def _text(specs: Specs) -> str:
 
 
 def _check_order(summaries: Sequence[Summary]) -> None:
-    sent: dict[tuple[int, int], list[int]] = {}
-    received: dict[tuple[int, int], list[int]] = {}
+    tags: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     for summary in summaries:
         for end in summary.ends:
-            if end.what == "send":
-                sent.setdefault((summary.rank, end.other), []).append(end.tag)
-            else:
-                received.setdefault((end.other, summary.rank), []).append(end.tag)
-    for pair, tags in sent.items():
-        for mine, other in zip(tags, received[pair], strict=True):
+            sends, pair = end.what == "send", (summary.rank, end.other)
+            each = tags.setdefault(pair if sends else pair[::-1], ([], []))
+            each[not sends].append(end.tag)
+    for pair, (sent, received) in tags.items():
+        for mine, other in zip(sent, received, strict=True):
             if mine != other:
                 raise CheckError(
                     f"worker {pair[0]} sends tag {mine} to worker {pair[1]}, which "
@@ -178,25 +177,12 @@ def _check_tasks(
 
 def _circle(after: Sequence[Sequence[int]]) -> list[int]:
     """A circle in a graph, given by what follows each of its points; [] if none."""
-    missing = [0] * len(after)
-    for following in after:
-        for point in following:
-            missing[point] += 1
-    ready = [point for point, count in enumerate(missing) if not count]
-    for done in ready:
-        for point in after[done]:
-            missing[point] -= 1
-            if not missing[point]:
-                ready.append(point)
-    left = set(range(len(after))).difference(ready)
-    before = {to: point for point in sorted(left) for to in after[point]}
-    path: dict[int, None] = {}
-    point = min(left, default=-1)
-    while left and point not in path:
-        path[point] = None
-        point = before[point]  # what is left waits for something that is left
-    walked = list(path)
-    return walked[walked.index(point) :][::-1] if left else []
+    try:
+        TopologicalSorter(dict(enumerate(after))).prepare()
+    except CycleError as error:
+        circle: list[int] = error.args[1]
+        return circle[:0:-1]
+    return []
 
 
 def _check_claims(

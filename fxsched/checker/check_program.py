@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -146,9 +147,11 @@ class _Evaluation:
         if node.op != "call_function":
             kind = "." if node.op == "call_method" else ""
             return symbol(f"{kind}{target}", self._of(node.args), *_named(node, self))
-        rule = EVALUATE.get(target)
+        rule, plain = EVALUATE.get(target), SYMBOLS.get(target)
         if rule is not None:
             return rule(self, node)
+        if plain is not None:
+            return plain(*self._of(node.args))
         word = getattr(target, "__name__", str(target))
         if getattr(ops, word, None) is target:
             return symbol(word, *self._of(node.args))
@@ -210,16 +213,6 @@ class _Evaluation:
             return GONE
         return symbol("item", self._of(source), position)
 
-    def _sum(self, node: fx.Node) -> Any:
-        return symbol("sum", *self._of(node.args))
-
-    def _reduce(self, node: fx.Node) -> Any:
-        return symbol("sum", *self._of(node.args[1:]))
-
-    def _join(self, node: fx.Node) -> Any:
-        layout, *pieces = self._of(node.args)
-        return symbol("join", layout, *pieces)
-
     def _encode(self, node: fx.Node) -> Any:
         """What is sent of a value is rounded; all who read the value later read that,
         so that all have the same bits. Weights stay exact where they are kept."""
@@ -233,26 +226,11 @@ class _Evaluation:
                 )
         return symbol("encoded", codes, self._of(value))
 
-    def _decode(self, node: fx.Node) -> Any:
-        return symbol("decoded", *self._of(node.args))
-
     def _settle(self, node: fx.Node) -> Any:
         how, last, before, *after = arguments(node)
         if len(after) == 1:
             return self._of(after[0])
         return symbol("merge_buffers", *self._of((tuple(how), last, before, *after)))
-
-    def _collect(self, node: fx.Node) -> Any:
-        count, dim, *parts = self._of(node.args)
-        return symbol("collected", ("collect", dim), count, *parts)
-
-    def _total(self, node: fx.Node) -> Any:
-        count, scale, *parts = self._of(node.args)
-        return symbol("collected", ("total", scale), count, *parts)
-
-    def _fold(self, node: fx.Node) -> Any:
-        how, count, *parts = self._of(node.args)
-        return symbol("collected", ("fold", how), count, *parts)
 
     def _factor(self, node: fx.Node) -> Any:
         limit, skips, places, *norms = self._of(node.args)
@@ -304,9 +282,6 @@ class _Evaluation:
             return self._read_on_arrival(node)
         return self._of(node.args[1])
 
-    def _correct(self, node: fx.Node) -> Any:
-        return symbol("correct", *self._of(node.args[1:]))
-
     def _renew(self, node: fx.Node) -> Any:
         new = self._of(node.args[2])
         if self.reference.schedule.version is not None:
@@ -319,10 +294,6 @@ class _Evaluation:
             weights = weights.args[-1]  # of which buffers are in the same memory
         if isinstance(weights, Open) and weights.word == RECEIVED:
             self.summary.stays.append((weights.args[0], reader))
-
-    def _replica(self, node: fx.Node) -> Any:
-        _, group, moments, _, weights = self._of(node.args)
-        return symbol("replica", group, moments, weights)
 
     def _take(self, node: fx.Node) -> Any:
         """An average goes in the place of a replica when it should."""
@@ -483,17 +454,8 @@ class _Evaluation:
 
 EVALUATE: dict[Any, Callable[[_Evaluation, fx.Node], Any]] = {
     operator.getitem: _Evaluation._item,
-    ops.add: _Evaluation._sum,
-    ops.accumulate: _Evaluation._sum,
-    ops.reduce: _Evaluation._reduce,
-    ops.join: _Evaluation._join,
     ops.encode: _Evaluation._encode,
-    ops.decode: _Evaluation._decode,
-    ops.decode_one: _Evaluation._decode,
     ops.merge_buffers: _Evaluation._settle,
-    ops.collect: _Evaluation._collect,
-    ops.total: _Evaluation._total,
-    ops.fold: _Evaluation._fold,
     ops.clip_factor: _Evaluation._factor,
     ops.recv: _Evaluation._received,
     ops.fetch: _Evaluation._received,
@@ -504,12 +466,30 @@ EVALUATE: dict[Any, Callable[[_Evaluation, fx.Node], Any]] = {
     ops.pause: _Evaluation._pause,
     ops.update: _Evaluation._update,
     ops.copy: _Evaluation._copy,
-    ops.correct: _Evaluation._correct,
     ops.renew: _Evaluation._renew,
-    ops.replica: _Evaluation._replica,
     ops.take: _Evaluation._take,
     ops.note: _Evaluation._note,
 }
+
+# Of arguments that are symbols already.
+SYMBOLS: dict[Any, Callable[..., Any]] = {
+    ops.add: partial(symbol, "sum"),
+    ops.accumulate: partial(symbol, "sum"),
+    ops.reduce: lambda place, *sums: symbol("sum", *sums),
+    ops.decode: partial(symbol, "decoded"),
+    ops.decode_one: partial(symbol, "decoded"),
+    ops.collect: lambda count, dim, *parts: _collected("collect", dim, count, parts),
+    ops.total: lambda count, scale, *parts: _collected("total", scale, count, parts),
+    ops.fold: lambda how, count, *parts: _collected("fold", how, count, parts),
+    ops.correct: lambda optimizer, *read: symbol("correct", *read),
+    ops.replica: lambda optimizer, group, moments, copied, weights: symbol(
+        "replica", group, moments, weights
+    ),
+}
+
+
+def _collected(word: str, how: Any, count: int, parts: Sequence[Any]) -> Any:
+    return symbol("collected", (word, how), count, *parts)
 
 
 def has_sums(wanted: Any) -> bool:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from ..draw import tables
 from ..draw.palette import Clock, clock
 from ..draw.whole_stages import MEET, stage_count
-from ..dry_run import plan
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..plans.plan import Plan
@@ -16,7 +15,6 @@ from ..progress import Progress
 from . import user_file
 from .options import Refused, build_any, passed_options, usual
 from .plan_options import planned_options
-from .user_code import blamed
 
 HEADERS = "schedule|stages|step {}|bubble|memory|weights|messages"
 
@@ -62,7 +60,7 @@ def model_lineup(
     # what is wrong for all schedules is said at once
     planned = planned_options(options)
     alone = {k: v for k, v in planned.items() if k not in ("network", "stages")}
-    whole = _plan(case, Schedule(1, numbers["microbatches"], 1), alone)
+    whole = case.planned(Schedule(1, numbers["microbatches"], 1), alone)
     numbers["microbatches"] = whole.schedule.microbatches  # fewer with --ragged fewer
     compared: list[ComparedPlan] = []
     refused = Refused()
@@ -70,7 +68,7 @@ def model_lineup(
         for number, (name, asked) in enumerate(schedules.items(), 1):
             progress.at(f"planning {name}", number, len(schedules))
             try:
-                made = _plan(case, build_any(asked, numbers), planned)
+                made = case.planned(build_any(asked, numbers), planned)
                 compared.append(_compared(name, made))
             except PlanError as error:
                 refused.add(name, error)
@@ -93,12 +91,3 @@ def _compared(name: str, made: Plan) -> ComparedPlan:
     step = made.simulate()
     sent = sum(w.activations_sent + w.gradients_returned for w in step.workers)
     return ComparedPlan(name, made, step.latency, step.bubble_rate, sent)
-
-
-def _plan(case: user_file.Case, schedule: Schedule, planned: Mapping[str, Any]) -> Plan:
-    with user_file.quiet_torch(), blamed(case.file, "the model raised"):
-        return plan(
-            *(case.model, schedule, *case.args),
-            optimizer=case.optimizer,
-            **{**case.kwargs, **planned},
-        )

@@ -21,7 +21,6 @@ from .options import (
     searched_schedule_option,
 )
 from .plan_options import ModelCommand, PlanCommand, planned_options
-from .user_code import blamed
 
 if TYPE_CHECKING:  # it needs torch, which is imported where it is used
     from .user_file import Case
@@ -105,19 +104,15 @@ def search(ctx: click.Context, /, **options: Any) -> None:
 
 def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
     """The same with the costs of the user's model; ends with its plan."""
-    from ..dry_run import plan as make_plan
-    from ..tuner.search import search as search_schedules
     from . import user_file
 
     simulate_options.refuse_estimated(ctx)
     case = user_file.load(options["model"])
-    chosen = _search_options(options) | {"transfer": None, "prefetch": None}
-    with user_file.quiet_torch(), blamed(case.file, "the model raised"):
-        kwargs = {**case.kwargs, **planned_options(options)}
-        kwargs |= {"optimizer": case.optimizer, "memory_limit": None}
-        best = search_schedules(case.model, **chosen, args=case.args, kwargs=kwargs)
-        _save(best, options)
-        planned = make_plan(case.model, best, *case.args, **kwargs)
+    sought = _search_options(options) | {"transfer": None, "prefetch": None}
+    given = planned_options(options) | {"memory_limit": None}
+    best = case.searched(given, **sought)
+    _save(best, options)
+    planned = case.planned(best, given)
     click.echo(f"\n{planned.explain()}")
     simulate_options.show_pictures(planned.simulate(), options, planned.diagram)
 
@@ -125,8 +120,6 @@ def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
 def _found(case: Case, workers: int, options: Mapping[str, Any]) -> Schedule:
     """The schedule that a search finds for a model. Raises PlanError for options of
     one schedule."""
-    from ..tuner.search import search as search_schedules
-
     sizes = ("workers", "microbatches")
     others = [name for name in passed_options(options) if name not in sizes]
     if others:
@@ -136,8 +129,7 @@ def _found(case: Case, workers: int, options: Mapping[str, Any]) -> Schedule:
         )
     click.echo("searching for a schedule, as --schedule gives none\n")
     size = {"workers": workers, "microbatches": options["microbatches"]}
-    kwargs = {**case.kwargs, **planned_options(options), "optimizer": case.optimizer}
-    found = search_schedules(case.model, **size, args=case.args, kwargs=kwargs)
+    found = case.searched(planned_options(options), **size)
     click.echo()
     return found
 
@@ -178,7 +170,6 @@ def plan(model: str, schedule: str | Schedule | None, **options: Any) -> None:
     --schedule, fxsched first searches for a schedule for the model, with --workers and
     --microbatches.
     """
-    from ..dry_run import plan as make_plan
     from . import user_file
 
     chosen = None
@@ -189,17 +180,9 @@ def plan(model: str, schedule: str | Schedule | None, **options: Any) -> None:
     if rank is not None and rank >= workers:
         raise PlanError(f"--rank {rank}: give a worker, 0..{workers - 1}")
     case = user_file.load(model)
-    with user_file.quiet_torch(), blamed(case.file, "the model raised"):
-        if chosen is None:
-            chosen = _found(case, workers, options)
-        planned = make_plan(
-            case.model,
-            chosen,
-            *case.args,
-            **planned_options(options),
-            optimizer=case.optimizer,
-            **case.kwargs,
-        )
+    if chosen is None:
+        chosen = _found(case, workers, options)
+    planned = case.planned(chosen, planned_options(options))
     if rank is None:
         click.echo(planned.explain())
     else:

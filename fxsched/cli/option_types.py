@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,14 @@ class _Number(click.FloatRange):
         return number
 
 
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 COUNT, POSITION = _Int(1), _Int(0)
 NUMBER, RATE = _Number(0), _Number(0, min_open=True)
+
+
+def all_of(*options: Decorator) -> Decorator:
+    """Several decorators as one; help shows their options in this order."""
+    return lambda command: reduce(lambda c, add: add(c), reversed(options), command)
 
 
 def schedule(text: str | Schedule) -> str | Schedule:

@@ -6,16 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import click
 
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..schedules import LIBRARY, STALE, replicate, sharded
-from .option_types import COUNT, NUMBER, schedule
-
-Command = TypeVar("Command", bound=Callable[..., Any])
+from .option_types import COUNT, NUMBER, Decorator, all_of, schedule
 
 WORKERS = 4  # where --workers isn't given
 COUNTS = {
@@ -95,7 +93,7 @@ def constructor_parameters(name: str) -> dict[str, inspect.Parameter]:
     }
 
 
-def schedule_options(command: Command) -> Command:
+def schedule_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds an option for each argument that some schedule of the library takes."""
     takers: dict[str, dict[str, inspect.Parameter]] = {}
     for name in LIBRARY:
@@ -103,24 +101,20 @@ def schedule_options(command: Command) -> Command:
             takers.setdefault(argument, {})[name] = parameter
     takers.setdefault("stages", {})
     stages = click.Choice(("1", "2"))
-    command = click.option("--zero", type=stages, callback=_int, help=ZERO)(command)
-    copies = click.option("--replicate", type=COUNT, metavar="G", help=REPLICATE)
-    command = copies(command)
-    command = click.option("--shards", type=COUNT, metavar="P", help=SHARDS)(command)
-    every = click.option("--update-every", type=COUNT, metavar="K", help=UPDATE_EVERY)
-    command = every(command)
-    for argument, by_schedule in reversed(takers.items()):
-        command = _option(argument, by_schedule)(command)
-    return command
+    return all_of(
+        *(_option(argument, by_schedule) for argument, by_schedule in takers.items()),
+        click.option("--update-every", type=COUNT, metavar="K", help=UPDATE_EVERY),
+        click.option("--shards", type=COUNT, metavar="P", help=SHARDS),
+        click.option("--replicate", type=COUNT, metavar="G", help=REPLICATE),
+        click.option("--zero", type=stages, callback=_int, help=ZERO),
+    )(command)
 
 
 def _int(ctx: click.Context, option: click.Parameter, value: str | None) -> int | None:
     return None if value is None else int(value)
 
 
-def _option(
-    argument: str, takers: Mapping[str, inspect.Parameter]
-) -> Callable[[Command], Command]:
+def _option(argument: str, takers: Mapping[str, inspect.Parameter]) -> Decorator:
     if argument in COUNTS:
         return click.option(flag(argument), type=COUNT, help=COUNTS[argument])
     text = f"for {', '.join(map(_default, takers, takers.values()))}"

@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +22,14 @@ from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..simulator.simulate import Simulation
 from ..simulator.simulate import simulate as run
-from .option_types import NUMBER, POSITION, file_of
+from .option_types import NUMBER, POSITION, all_of, file_of
 from .options import flag
-
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # A diagram of more workers is printed only if asked for.
 ROWS = 16
 
 
-def _all_of(*options: Decorator) -> Decorator:
-    """Several decorators as one; help shows their options in this order."""
-    return lambda command: reduce(lambda c, add: add(c), reversed(options), command)
-
-
-time_options = _all_of(
+time_options = all_of(
     click.option(
         "--forward", type=NUMBER, default=1.0, help="time of F (forward) of one stage"
     ),
@@ -62,7 +54,7 @@ update_option = click.option(
     type=NUMBER,
     help="time of U (update), a step of the optimizer on one stage  [default: 0]",
 )
-link_options = _all_of(
+link_options = all_of(
     click.option(
         "--bandwidth",
         type=NUMBER,
@@ -100,7 +92,7 @@ link_options = _all_of(
         "--sum-bytes", type=NUMBER, help="bytes of a shard's summand in each sum"
     ),
 )
-memory_options = _all_of(
+memory_options = all_of(
     click.option(
         "--activation-bytes",
         type=NUMBER,
@@ -129,7 +121,7 @@ joint_option = click.option(
     help="number of a global-batch stage: rows of all microbatches meet in it, and it "
     "has one job for each direction; may be given several times",
 )
-picture_options = _all_of(
+picture_options = all_of(
     click.option(
         "--text/--no-text",
         default=None,

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from ..dry_run import plan
 from ..jobs.job import PlanError
-from .user_code import returned
+from ..jobs.schedule import Schedule
+from ..plans.plan import Plan
+from .user_code import blamed, returned
 
 SAY = (
     "return (model, inputs), or (model, inputs, optimizer), where inputs are a tuple, "
@@ -30,6 +32,20 @@ class Case(NamedTuple):
     kwargs: dict[str, Any]
     file: str
     optimizer: Optimizer | None
+
+    def planned(self, schedule: Schedule, options: Mapping[str, Any]) -> Plan:
+        """The model's plan. options: of fxsched.plan."""
+        kwargs = {**self.kwargs, **options, "optimizer": self.optimizer}
+        with quiet_torch(), blamed(self.file, "the model raised"):
+            return plan(self.model, schedule, *self.args, **kwargs)
+
+    def searched(self, options: Mapping[str, Any], **sought: Any) -> Schedule:
+        """The schedule that a search finds for the model. sought: see search."""
+        from ..tuner.search import search
+
+        kwargs = {**self.kwargs, **options, "optimizer": self.optimizer}
+        with quiet_torch(), blamed(self.file, "the model raised"):
+            return search(self.model, **sought, args=self.args, kwargs=kwargs)
 
 
 def load(text: str) -> Case:

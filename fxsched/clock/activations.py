@@ -60,12 +60,14 @@ def most_in_flight(schedule: Schedule, stage: int) -> int:
     """Microbatches of a stage that one worker holds at most, whenever its jobs run."""
     if schedule.is_open:
         return schedule.microbatches
-    holders = Counter(
-        schedule.place(Job(stage, b, BACKWARD)).compute
-        for b in range(schedule.microbatches)
-    )
-    cap, most = schedule.cap(stage), max(holders.values())
+    cap, most = schedule.cap(stage), max(holding(schedule, stage).values())
     return most if cap is None else min(most, cap)
+
+
+def holding(schedule: Schedule, stage: int) -> Counter[int]:
+    """How many microbatches' B of a stage each worker runs."""
+    every = range(schedule.microbatches)
+    return Counter(schedule.place(Job(stage, b, BACKWARD)).compute for b in every)
 
 
 def credits(schedule: Schedule, timeline: Timeline) -> dict[int, int]:

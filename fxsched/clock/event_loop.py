@@ -78,8 +78,8 @@ def _queues(jobs: Jobs, missing: Sequence[int], in_order: bool) -> _Queues:
     return _Queues(ranked, rank, ready, strict)
 
 
-class _Simulation:
-    """What changes while jobs run, beside what doesn't.
+class _State(NamedTuple):
+    """What changes while jobs run.
 
     missing: by job, how many results and waits are to come.
     calendar: the future events, a heap by time: j for its end; -1 - j for a message
@@ -89,15 +89,16 @@ class _Simulation:
         heaps, the F that wait for one to leave.
     """
 
-    def __init__(self, jobs: Jobs, caps: _Caps, delays: Delays, in_order: bool) -> None:
-        self.jobs, self.caps, self.delays = jobs, caps, delays
-        self.missing = list(jobs.awaited)
-        self.queues = _queues(jobs, self.missing, in_order)
-        self.free = [True] * jobs.workers
-        self.candidates = set(range(jobs.workers))
-        self.in_flight: dict[int, int] = defaultdict(int)
-        self.parked: dict[int, list[int]] = defaultdict(list)
-        self.calendar: list[tuple[float, int]] = []
+    missing: list[int]
+    free: list[bool]
+    calendar: list[tuple[float, int]]
+    candidates: set[int]
+    in_flight: dict[int, int]
+    parked: dict[int, list[int]]
+
+
+# What is called once for each time on the clock is a closure, and all else is in line:
+# a call for each of a million events is felt, and so is a look at an attribute.
 
 
 def run_jobs(
@@ -117,32 +118,16 @@ def run_jobs(
         on other workers; none if there are none.
     in_order: a worker runs its jobs strictly by n.
     """
-    simulation = _Simulation(jobs, _caps(jobs, cap, release), delays, in_order)
-    order, starts = _run(simulation, seconds)
-    ends = [start + seconds[j] for start, j in zip(starts, order, strict=True)]
-    return Timeline(jobs, order, starts, ends)
-
-
-# What is called once for each time on the clock is a closure, and all else is in line:
-# a call for each of a million events is felt, and so is a look at an attribute.
-
-
-def _run(
-    simulation: _Simulation, seconds: Sequence[float]
-) -> tuple[list[int], list[float]]:
-    """The jobs in the order in which they start, and when."""
-    kind, calendar, candidates = (
-        simulation.jobs.kind,
-        simulation.calendar,
-        simulation.candidates,
-    )
-    ranked, _, ready, strict = simulation.queues
-    limits, _, place = simulation.caps
-    free, in_flight, parked = simulation.free, simulation.in_flight, simulation.parked
-    advance = _bound_events(simulation)
-    order: list[int] = []
-    starts: list[float] = []
-    now = 0.0
+    caps, missing = _caps(jobs, cap, release), list(jobs.awaited)
+    queues, free = _queues(jobs, missing, in_order), [True] * jobs.workers
+    calendar: list[tuple[float, int]] = []
+    candidates, in_flight = set(range(jobs.workers)), defaultdict[int, int](int)
+    parked = defaultdict[int, list[int]](list)
+    state = _State(missing, free, calendar, candidates, in_flight, parked)
+    advance = _bound_events(jobs, caps, queues, delays, state)
+    (ranked, _, ready, strict), (limits, _, place) = queues, caps
+    kind, now = jobs.kind, 0.0
+    order, starts = list[int](), list[float]()
     while True:
         # C: each free worker starts its first ready job, but for those that caps park
         for w in sorted(candidates) if len(candidates) > 1 else candidates:
@@ -165,22 +150,21 @@ def _run(
                 starts.append(now)
                 heappush(calendar, (now + seconds[j], j))
         if not calendar:
-            return order, starts
+            ends = [start + seconds[j] for start, j in zip(starts, order, strict=True)]
+            return Timeline(jobs, order, starts, ends)
         now = advance()
 
 
-def _bound_events(simulation: _Simulation) -> Callable[[], float]:
+def _bound_events(
+    jobs: Jobs, caps: _Caps, queues: _Queues, delays: Delays, state: _State
+) -> Callable[[], float]:
     """Phases A and B: the clock advances to the time that is returned; what is due then
     happens: jobs end, what they made arrives. Jobs that then miss nothing are ready,
     their workers candidates."""
-    jobs, delays, free = simulation.jobs, simulation.delays, simulation.free
     kind, worker, waits = jobs.kind, jobs.worker, jobs.waits
-    head, readers = jobs.readers
-    ranked, rank, ready, _ = simulation.queues
-    _, releases, places = simulation.caps
-    missing = simulation.missing
-    in_flight, parked = simulation.in_flight, simulation.parked
-    calendar, candidates = simulation.calendar, simulation.candidates
+    (head, readers), (_, releases, places) = jobs.readers, caps
+    ranked, rank, ready, _ = queues
+    missing, free, calendar, candidates, in_flight, parked = state
 
     def advance() -> float:
         candidates.clear()

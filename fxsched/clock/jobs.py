@@ -98,32 +98,20 @@ class Jobs:
         """The place of each kind."""
         return {kind: i for i, kind in enumerate(self.kinds)}
 
-    @cached_property
-    def _places(self) -> list[int]:
-        """Of each kind, its place among those with a job of every microbatch."""
-        places, place = [], 0
-        for kind in range(len(self.preds)):
-            places.append(place)
-            place += kind not in self.joint
-        return places
-
     def find(self, kind: int, microbatch: int) -> int:
         """The number of the job of a kind that has a microbatch's rows."""
-        if not microbatch or kind in self.joint:
-            return kind
-        width = len(self.preds)
-        each = width - len(self.joint)
-        return width + (microbatch - 1) * each + self._places[kind]
+        return int(self.grid[microbatch, kind])
 
     @cached_property
     def grid(self) -> Numbers:
         """What `find` says of all microbatches (rows) and kinds (columns)."""
-        width = len(self.preds)
-        each = width - len(self.joint)
+        width, alone = len(self.preds), sorted(self.joint)
+        several = np.ones(width, np.int64)
+        several[alone] = 0
+        each = several.sum()
         starts = width - each + each * np.arange(self.microbatches)[:, None]
-        grid = starts + np.asarray(self._places, np.int64)
+        grid: Numbers = starts + np.cumsum(several) - several
         grid[:1] = np.arange(width)
-        alone = sorted(self.joint)
         grid[:, alone] = alone
         return grid
 

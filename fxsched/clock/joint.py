@@ -7,16 +7,16 @@ all of their own F: caps below that cannot be kept, and no order may ask for B b
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import networkx as nx
 
 from ..jobs.answers import Place, Priority
-from ..jobs.job import Direction, Job, Placement, PlanError
+from ..jobs.job import Direction, Placement, PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
+from .activations import holding
 from .jobs import Jobs
 
 FORWARD, BACKWARD, *_ = Direction
@@ -89,7 +89,7 @@ def _check_caps(schedule: Schedule, late: dict[int, int]) -> None:
     needs = {}
     for s in late:
         cap = schedule.cap(s)
-        if cap is not None and cap < (least := _most_held(schedule, s)):
+        if cap is not None and cap < (least := max(holding(schedule, s).values())):
             needs[s] = least
     if not needs:
         return
@@ -103,13 +103,6 @@ def _check_caps(schedule: Schedule, late: dict[int, int]) -> None:
         f"once, on all rows ({late[first]}F*), so B of stage {first} waits for F of "
         f"all {schedule.microbatches} microbatches; {works}"
     )
-
-
-def _most_held(schedule: Schedule, stage: int) -> int:
-    """Microbatches of a stage whose B are on one worker."""
-    every = range(schedule.microbatches)
-    places = (schedule.place(Job(stage, b, BACKWARD)).compute for b in every)
-    return max(Counter(places).values())
 
 
 def ask_once(schedule: Schedule, joint: frozenset[int]) -> Schedule:

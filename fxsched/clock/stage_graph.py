@@ -6,6 +6,7 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 import networkx as nx
+import numpy as np
 
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
@@ -221,21 +222,10 @@ def worker_bytes(
     pairs = zip(weight_bytes(jobs, stages), most, strict=True)
     total = [weights + held for weights, held in pairs]
     for (_, s), whole in nx.get_edge_attributes(stages, "whole").items():
-        for worker in workers_of(jobs, s):
+        kinds = [jobs.at[s, d] for d in schedule.directions if (s, d) in jobs.at]
+        for worker in np.unique(jobs.columns.worker[jobs.grid[:, kinds]]):
             total[worker] += 2 * whole  # and its gradient
     return total
-
-
-def workers_of(jobs: Jobs, stage: int) -> list[int]:
-    """The workers that run a stage."""
-    pairs = set(zip(jobs.kind, jobs.worker, strict=True))
-    return sorted(
-        {
-            worker
-            for kind, worker in pairs
-            if jobs.kinds[kind][0] == stage and kind < len(jobs.preds)
-        }
-    )
 
 
 def weight_bytes(jobs: Jobs, stages: nx.DiGraph[int]) -> list[float]:

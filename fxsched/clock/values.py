@@ -26,11 +26,16 @@ class Sent(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A value that jobs of one kind make, and the kinds whose jobs read it."""
+    """A value that jobs of one kind make, and the kinds whose jobs read it.
+
+    own: whether it is what a stage holds for its own later jobs. whole: as of Sent.
+    """
 
     kind: int
     bytes: float
     readers: list[int]
+    own: bool = False
+    whole: bool = False
 
 
 def values_along(edge: Mapping[str, Any]) -> list[Sent]:
@@ -51,9 +56,13 @@ def outputs(stages: nx.DiGraph[int], stage: int) -> list[Sent]:
     return list({each.key: each for each in sent}.values())
 
 
-def made_for_jobs(jobs: Jobs, stages: nx.DiGraph[int]) -> Iterator[Made]:
-    """What jobs make for others of their microbatch, by kind in the order in which it
-    is sent; as in a step on paper (accounts), with no global-batch stages."""
+def made_for_jobs(
+    jobs: Jobs, stages: nx.DiGraph[int], kept: float = 1.0
+) -> Iterator[Made]:
+    """What jobs make for others, by kind in the order in which it is sent.
+
+    kept: the share of activations that is still there between B and W.
+    """
     at = jobs.at
     along = {(a, b): values_along(data) for a, b, data in stages.edges(data=True)}
     for kind, (s, direction) in enumerate(jobs.kinds):
@@ -67,12 +76,18 @@ def made_for_jobs(jobs: Jobs, stages: nx.DiGraph[int]) -> Iterator[Made]:
                     for d in (FORWARD, BACKWARD)[: 1 + sent.whole]
                     if sent.key == value.key and (r, d) in at
                 ]
-                yield Made(kind, value.bytes, readers)
+                yield Made(kind, value.bytes, readers, whole=value.whole)
+            held = stages.nodes[s].get("held", 0.0)
+            if kept < 1 and later[1:]:
+                yield Made(kind, held * (1 - kept), later[:1], own=True)
+                held *= kept
             if later:
-                yield Made(kind, stages.nodes[s].get("held", 0.0), later)
+                yield Made(kind, held, later, own=True)
         elif direction is BACKWARD:
             for maker in sorted(stages.predecessors(s)):
                 if (maker, BACKWARD) in at:
                     for value in along[maker, s]:
-                        yield Made(kind, value.bytes, [at[maker, BACKWARD]])
-            yield Made(kind, 0.0, later[1:])
+                        reader = at[maker, BACKWARD]
+                        yield Made(kind, value.bytes, [reader], whole=value.whole)
+            if later[1:]:
+                yield Made(kind, 0.0, later[1:], own=True)

@@ -40,12 +40,13 @@ def curves(
     colours = [hexadecimal(pair[1]) for pair in palette(len(named))]
     width, height = LEFT + WIDTH + RIGHT, TOP + HEIGHT + BOTTOM
     y = _y(limit, top)
+    ground = tag("rect", x=LEFT, y=TOP, width=WIDTH, height=HEIGHT)
     parts = (
         "",
         tag("title", escape(title)),
         sheet(width, height),
         heading_text(escape(title)),
-        group("lanes", iter([_ground()]), fill=LANE),
+        group("lanes", iter([ground]), fill=LANE),
         group("axis", _axes(span, top, axes), font_size=11, fill=FAINT),
         tag("path", d=f"M{LEFT} {y:.2f}h{WIDTH:g}", stroke=LIMIT, stroke_dasharray=5),
         group(
@@ -61,10 +62,6 @@ def curves(
         "",
     )
     return document(parts, width, height)
-
-
-def _ground() -> str:
-    return tag("rect", x=LEFT, y=TOP, width=WIDTH, height=HEIGHT)
 
 
 def _y(value: float, top: float) -> float:

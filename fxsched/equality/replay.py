@@ -106,11 +106,8 @@ class _Weights:
         self.sums: dict[str, Tensor] = {}  # where they are in another type
         self.readers: dict[str, tuple[int, ...]] = {}
         for group in plan.groups:
-            for state, trained in zip(group.state, group.trained, strict=True):
-                if trained:
-                    name = plan.weight_name(state)
-                    stages = *self.readers.get(name, ()), *group.stages
-                    self.readers[name] = stages
+            for name in map(plan.weight_name, group.learned):
+                self.readers[name] = *self.readers.get(name, ()), *group.stages
         for name in self.readers:
             if name not in self.parameters:
                 raise PlanError(

@@ -32,10 +32,9 @@ class Replicas:
         self.keepers: dict[str, tuple[int, ...]] = {}
         self.stage: dict[str, int] = {}
         for group in plan.groups:
-            for state, trained in zip(group.state, group.trained, strict=True):
-                if trained:
-                    self.keepers[state.name] = group.owners
-                    self.stage[state.name] = group.stages[0]
+            for state in group.learned:
+                self.keepers[state.name] = group.owners
+                self.stage[state.name] = group.stages[0]
         self.parameters = dict(model.named_parameters())
         self.values: dict[int, dict[str, Tensor]] = {}  # by worker
         self.states: dict[int, dict[str, dict[str, Any]]] = {}

@@ -148,6 +148,12 @@ class Group(NamedTuple):
         return self.owners if self.updater is None else (self.updater,)
 
     @property
+    def learned(self) -> list[State]:
+        """Those that get gradients."""
+        pairs = zip(self.state, self.trained, strict=True)
+        return [state for state, trained in pairs if trained]
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of its parameters or buffers."""
         return tuple(each.name for each in self.state)

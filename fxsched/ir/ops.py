@@ -48,11 +48,7 @@ def collect(microbatches: int, dim: int | None, *parts: Sequence[Any]) -> Tensor
     parts: pairs (microbatches that it holds, tensors). Raises AssertionError if a
         microbatch is missing.
     """
-    by_microbatch = _by_microbatch(parts)
-    assert sorted(by_microbatch) == list(range(microbatches)), (
-        f"collected only {sorted(by_microbatch)}"
-    )
-    ordered = [by_microbatch[b] for b in range(microbatches)]
+    ordered = _ordered(microbatches, parts)
     if len(ordered) == 1:
         return ordered[0].clone()  # B may still need it
     return torch.cat(ordered, 0 if dim is None else dim)
@@ -60,24 +56,22 @@ def collect(microbatches: int, dim: int | None, *parts: Sequence[Any]) -> Tensor
 
 def total(microbatches: int, scale: float, *parts: Sequence[Any]) -> Tensor:
     """The sum of one 0-d tensor per microbatch, in order, each times `scale`."""
-    by_microbatch = _by_microbatch(parts)
-    result = by_microbatch[0] * scale
-    for b in range(1, microbatches):
-        result = result + by_microbatch[b] * scale
-    return result
+    scaled = (value * scale for value in _ordered(microbatches, parts))
+    return functools.reduce(torch.add, scaled)
 
 
 def fold(how: str, microbatches: int, *parts: Sequence[Any]) -> Tensor:
     """The "mean", "sum", "max" or "min" of one tensor per microbatch."""
-    by_microbatch = _by_microbatch(parts)
-    ordered = [by_microbatch[b] for b in range(microbatches)]
     step = {"max": torch.maximum, "min": torch.minimum}.get(how, torch.add)
-    result = functools.reduce(step, ordered)
+    result = functools.reduce(step, _ordered(microbatches, parts))
     return result / microbatches if how == "mean" else result
 
 
-def _by_microbatch(parts: Sequence[Sequence[Any]]) -> dict[int, Tensor]:
-    return {b: t for held, tensors in parts for b, t in zip(held, tensors, strict=True)}
+def _ordered(count: int, parts: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """The tensors of so many microbatches, in order."""
+    found = {b: t for held, own in parts for b, t in zip(held, own, strict=True)}
+    assert sorted(found) == list(range(count)), f"collected only {sorted(found)}"
+    return [found[b] for b in range(count)]
 
 
 def bundle(*tensors: Tensor) -> Bundle:
@@ -87,10 +81,7 @@ def bundle(*tensors: Tensor) -> Bundle:
 
 def add(*gradients: Tensor) -> Tensor:
     """The sum of the gradients of a value from its readers, in this order."""
-    result = gradients[0]
-    for gradient in gradients[1:]:
-        result = result + gradient
-    return result
+    return functools.reduce(torch.add, gradients)
 
 
 def loss_gradient(loss: Tensor, scale: float, factor: float = 1.0) -> Tensor:

@@ -269,6 +269,16 @@ class Step:
         """The lines that are no messages."""
         return (line for line in self.lines if isinstance(line, Op))
 
+    @cached_property
+    def lines_of(self) -> list[list[Op | Message]]:
+        """The lines of each worker; a message is one of both its workers."""
+        found: list[list[Op | Message]] = [[] for _ in range(self.jobs.workers)]
+        for line in self.lines:
+            ends = (line.worker,) if isinstance(line, Op) else (line.source, line.to)
+            for worker in ends:
+                found[worker].append(line)
+        return found
+
     def recipe(self, job: Job) -> Recipe:
         """What an F, B or W is made of."""
         return self.recipes[self.jobs.at[job.stage, job.direction]]

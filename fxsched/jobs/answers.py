@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .job import Direction, Job, Placement, PlanError
 from .user_values import is_count, is_int, is_number, raised
 
-CALLED = "(stage, microbatch, direction)"
+CALLED, OF_STAGE = "(stage, microbatch, direction)", "the number of a stage"
 
 Place = Callable[[int, int, Direction], Placement | tuple[int, int]]
 Priority = Callable[[int, int, Direction], int]
@@ -44,10 +44,7 @@ Drifts = Callable[[int], Drift | tuple[float, float] | None]
 
 def placement(w: Place, job: Job, workers: int) -> Placement:
     """w of a job. Raises PlanError if it isn't two of the workers."""
-    try:
-        answer: Any = w(*job)
-    except Exception as error:
-        raise raised(f"w({job})", error, CALLED, w) from error
+    answer = _asked(f"w({job})", CALLED, w, *job)
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise PlanError(
             f"w({job}) returned {answer!r}; return Placement(weights, compute) or "
@@ -66,10 +63,7 @@ def placement(w: Place, job: Job, workers: int) -> Placement:
 
 def priority(n: Priority, job: Job) -> int:
     """n of a job. Raises PlanError if it isn't an int."""
-    try:
-        answer = n(*job)
-    except Exception as error:
-        raise raised(f"n({job})", error, CALLED, n) from error
+    answer = _asked(f"n({job})", CALLED, n, *job)
     if not is_int(answer):
         raise PlanError(f"n({job}) returned {answer!r}; return an int")
     return int(answer)
@@ -81,10 +75,7 @@ def version(function: Version, job: Job, every: int) -> int:
     Raises PlanError if it isn't an int from 0 to the updates before its own.
     """
     most = job.microbatch // every
-    try:
-        answer = function(*job)
-    except Exception as error:
-        raise raised(f"version({job})", error, CALLED) from error
+    answer = _asked(f"version({job})", CALLED, function, *job)
     if not is_int(answer) or not 0 <= answer <= most:
         after = f"{job.stage}U{(most + 1) * every - 1}"
         raise PlanError(
@@ -111,10 +102,7 @@ def updater(u: Updater, stage: int, ends: Sequence[int], workers: int) -> int:
 
 
 def _updater(u: Updater, stage: int, b: int, workers: int) -> int:
-    try:
-        worker = u(stage, b)
-    except Exception as error:
-        raise raised(f"u({stage}, {b})", error, "(stage, microbatch)") from error
+    worker = _asked(f"u({stage}, {b})", "(stage, microbatch)", u, stage, b)
     if not is_int(worker) or not 0 <= worker < workers:
         raise PlanError(
             f"u({stage}, {b}) returned {worker!r}; return a worker, 0..{workers - 1}"
@@ -127,11 +115,7 @@ def cap(in_flight: Cap, stage: int) -> int | None:
 
     Raises PlanError if it is neither None nor an int.
     """
-    try:
-        answer = in_flight(stage)
-    except Exception as error:
-        called = "the number of a stage"
-        raise raised(f"in_flight({stage})", error, called) from error
+    answer: int | None = _asked(f"in_flight({stage})", OF_STAGE, in_flight, stage)
     if answer is not None and not is_int(answer):
         raise PlanError(
             f"in_flight({stage}) returned {answer!r}; return None or an int"
@@ -174,10 +158,17 @@ def drift(function: Drifts, stage: int) -> Drift | None:
 
 
 def _pair(function: Callable[[int], Any], name: str, stage: int) -> Any:
-    try:
-        answer = function(stage)
-    except Exception as error:
-        raise raised(f"{name}({stage})", error, "the number of a stage") from error
+    answer = _asked(f"{name}({stage})", OF_STAGE, function, stage)
     if answer is not None and (not isinstance(answer, tuple) or len(answer) != 2):
         raise PlanError(f"{name}({stage}) returned {answer!r}; return a pair, or None")
     return answer
+
+
+def _asked(
+    call: str, called: str, function: Callable[..., Any], *arguments: Any
+) -> Any:
+    """What a function of the user's says. Raises PlanError where it raises."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise raised(call, error, called, function) from error

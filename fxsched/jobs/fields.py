@@ -8,7 +8,7 @@ from typing import Any
 
 from . import answers
 from .job import PlanError
-from .user_values import is_count, is_int, is_number, too_many
+from .user_values import flag, is_count, is_int, is_number, positive
 
 Fields = Mapping[str, Any]
 
@@ -35,9 +35,7 @@ def checked_fields(fields: Fields) -> dict[str, Any]:
     _check_ahead(fields)
     _check_averaging(fields)
     outer = checked_averages("Schedule", fields["elastic"], fields["outer"])
-    for field in ("split_backward", "in_order"):
-        if not isinstance(fields[field], bool):
-            raise PlanError(f"Schedule({field}={fields[field]!r}): give True or False")
+    flag("Schedule", **{k: fields[k] for k in ("split_backward", "in_order")})
     cap = fields["in_flight"]
     if cap is not None and not callable(cap) and not is_count(cap, inf):
         raise PlanError(
@@ -50,17 +48,11 @@ def checked_fields(fields: Fields) -> dict[str, Any]:
 
 
 def _counts(fields: Fields) -> dict[str, int]:
-    counts = {}
-    for field in ("workers", "microbatches", "stages", "shards"):
-        count = fields[field]
-        if field == "stages" and count is None:
-            continue
-        if not is_count(count):
-            raise PlanError(
-                f"Schedule({field}={count!r}): give an int of 1 or more"
-                f"{too_many(count)}"
-            )
-        counts[field] = int(count)
+    given = {k: fields[k] for k in ("workers", "microbatches", "stages", "shards")}
+    if given["stages"] is None:
+        del given["stages"]
+    positive("Schedule", **given)
+    counts = {field: int(count) for field, count in given.items()}
     if counts["shards"] > counts["workers"]:
         raise PlanError(
             f"Schedule(workers={counts['workers']}, shards={counts['shards']}): two "

@@ -34,6 +34,23 @@ def too_many(value: object) -> str:
     return f", {LARGEST:,} at most" if is_count(value, inf) else ""
 
 
+def positive(name: str, **counts: object) -> None:
+    """Raises PlanError for a count that isn't an int of 1 or more."""
+    for argument, count in counts.items():
+        if not is_count(count):
+            raise PlanError(
+                f"{name}({argument}={count!r}): give an int of 1 or more"
+                f"{too_many(count)}"
+            )
+
+
+def flag(call: str, **flags: object) -> None:
+    """Raises PlanError for what isn't True or False."""
+    for argument, value in flags.items():
+        if not isinstance(value, bool):
+            raise PlanError(f"{call}({argument}={value!r}): give True or False")
+
+
 def is_number(value: object) -> bool:
     """Whether a user's number is one (not an array, nor True), finite, and not below
     0."""

@@ -252,8 +252,7 @@ class StageOptimizers:
 
 def trained_inputs(group: Group) -> list[int]:
     """Positions in the call of what a group has that gets gradients."""
-    pairs = zip(group.state, group.trained, strict=True)
-    return [state.input for state, trained in pairs if trained]
+    return [state.input for state in group.learned]
 
 
 def _check_groups(own: Optimizer, whole: Sequence[dict[str, Any]]) -> None:

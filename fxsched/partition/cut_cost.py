@@ -11,7 +11,7 @@ place of the sum over a chain, as in GraphPipe (Jeon et al. 2024, arXiv 2406.171
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -99,6 +99,12 @@ class Problem:
     def seconds(self) -> float:
         """Seconds of all units."""
         return sum(unit.seconds for unit in self.units)
+
+    def parts(self, some: Iterable[int], others: Sequence[int]) -> bool:
+        """Whether some units may not share a stage with others."""
+        pairs = ((a, b) for a in some for b in others)
+        apart = self.apart
+        return bool(apart) and any(p in apart or p[::-1] in apart for p in pairs)
 
     def memory(self, members: Sequence[int], k: int) -> float:
         """Bytes of the k-th stage, if it has these units."""

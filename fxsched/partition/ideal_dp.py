@@ -181,7 +181,7 @@ class Search:
             step = self._added(ideal, step, unit)
             if step.seconds > self.slowest and len(step.members) > 1:
                 return
-            if self._splits(unit, step.members):
+            if self.problem.parts((unit,), step.members):
                 return
             yield step
 
@@ -197,7 +197,7 @@ class Search:
                 more = step.seconds + self.seconds[unit]
                 if more > self.slowest and step.members:
                     continue
-                if self._splits(unit, step.members):
+                if self.problem.parts((unit,), step.members):
                     continue
                 self.visited += 1
                 if self.visited > (VISITS // 6 if self.quick else VISITS):
@@ -221,13 +221,6 @@ class Search:
             step.seconds + self.seconds[unit],
             step.joined and bool(near or not step.members),
             ready,
-        )
-
-    def _splits(self, unit: int, members: Sequence[int]) -> bool:
-        """Whether a unit may not share a stage with one of these."""
-        apart = self.problem.apart
-        return bool(apart) and any(
-            (unit, m) in apart or (m, unit) in apart for m in members
         )
 
     def _front(self, ideal: int) -> list[tuple[int, float]]:

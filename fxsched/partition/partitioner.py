@@ -260,7 +260,8 @@ class _Joining:
         sides = [before, after] if self._cheap_after(unit) else [after, before]
         sides.append(self._siblings(unit))
         for side in sides:
-            able = [p for p in side if not self._apart(unit, p)]
+            mine, parts = self.members[unit], self.problem.parts
+            able = [p for p in side if not parts(mine, self.members[p])]
             if able:
                 return min(able, key=lambda p: (self.seconds[p], p))
         return None
@@ -292,14 +293,6 @@ class _Joining:
             if self.preds[other] == self.preds[unit]
             and self.succs[other] == self.succs[unit]
         ]
-
-    def _apart(self, a: int, b: int) -> bool:
-        apart = self.problem.apart
-        return bool(apart) and any(
-            (x, y) in apart or (y, x) in apart
-            for x in self.members[a]
-            for y in self.members[b]
-        )
 
     def _join(self, into: int, unit: int) -> None:
         self.members[into] += self.members.pop(unit)

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 from ..ir.request import Order
 from ..transport.endpoints import Aborted, Endpoint
+from ..transport.lane import Lane
 from .dynamic_run import Dynamic, TaskFunctions
-from .lane import Lane
 from .run import Run
 from .run_record import RunRecord
 from .static_program import Steps, Straight

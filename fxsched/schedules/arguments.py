@@ -10,7 +10,7 @@ from typing import ParamSpec
 
 from ..jobs.job import MISUSE, PlanError
 from ..jobs.schedule import Schedule
-from ..jobs.user_values import is_count, shown, too_many
+from ..jobs.user_values import positive, shown
 
 P = ParamSpec("P")
 
@@ -50,16 +50,6 @@ def _argument(parameter: inspect.Parameter) -> str:
     return str(parameter.replace(annotation=parameter.empty))
 
 
-def positive(name: str, **counts: object) -> None:
-    """Raises PlanError for a count that isn't an int of 1 or more."""
-    for argument, count in counts.items():
-        if not is_count(count):
-            raise PlanError(
-                f"{name}({argument}={count!r}): give an int of 1 or more"
-                f"{too_many(count)}"
-            )
-
-
 def one_of(call: str, argument: str, value: object, allowed: Sequence[object]) -> None:
     """Raises PlanError, with the nearest name, for a value that isn't allowed."""
     plain = value is None or isinstance(value, str | int)
@@ -69,13 +59,6 @@ def one_of(call: str, argument: str, value: object, allowed: Sequence[object]) -
     near = difflib.get_close_matches(str(value).lower(), names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise PlanError(f"{call}({argument}={value!r}): give {either(allowed)}{hint}")
-
-
-def flag(call: str, **flags: object) -> None:
-    """Raises PlanError for what isn't True or False."""
-    for argument, value in flags.items():
-        if not isinstance(value, bool):
-            raise PlanError(f"{call}({argument}={value!r}): give True or False")
 
 
 def either(allowed: Sequence[object]) -> str:

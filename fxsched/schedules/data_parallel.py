@@ -9,7 +9,8 @@ import networkx as nx
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.per_shard import for_shard
 from ..jobs.schedule import Schedule
-from .arguments import constructor, equal_shares, groups, one_of, positive
+from ..jobs.user_values import positive
+from .arguments import constructor, equal_shares, groups, one_of
 from .orders import microbatch_first
 from .sharded_optimizer import share_optimizer
 

@@ -12,7 +12,8 @@ from ..jobs.answers import Priority
 from ..jobs.job import Direction, Placement
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from .arguments import constructor, positive
+from ..jobs.user_values import positive
+from .arguments import constructor
 from .orders import oldest_microbatch_first
 
 # Jobs that `graph` simulates at most to place stages on workers.

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ..jobs.fields import checked_averages
 from ..jobs.schedule import Schedule
-from .arguments import constructor, multiple, positive
+from ..jobs.user_values import positive
+from .arguments import constructor, multiple
 from .data_parallel import ddp
 
 

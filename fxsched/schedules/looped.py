@@ -7,7 +7,8 @@ from collections.abc import Callable
 from ..jobs.job import Direction, Placement
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from .arguments import constructor, equal_shares, flag, groups, loops, positive
+from ..jobs.user_values import flag, positive
+from .arguments import constructor, equal_shares, groups, loops
 from .orders import oldest_microbatch_first
 
 FORWARD = Direction.FORWARD

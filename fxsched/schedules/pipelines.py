@@ -5,7 +5,8 @@ from __future__ import annotations
 from ..jobs.job import Direction, Placement, PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from .arguments import constructor, positive
+from ..jobs.user_values import positive
+from .arguments import constructor
 from .orders import forward_first, oldest_microbatch_first
 
 FORWARD, BACKWARD, *_ = Direction

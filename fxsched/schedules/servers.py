@@ -10,15 +10,8 @@ import networkx as nx
 
 from ..jobs.job import Placement, PlanError
 from ..jobs.schedule import Schedule
-from ..jobs.user_values import is_int
-from .arguments import (
-    constructor,
-    equal_shares,
-    flag,
-    groups,
-    multiple,
-    positive,
-)
+from ..jobs.user_values import flag, is_int, positive
+from .arguments import constructor, equal_shares, groups, multiple
 from .orders import microbatch_first
 
 

@@ -11,8 +11,8 @@ from math import inf
 
 from ..jobs.job import Direction, PlanError
 from ..jobs.schedule import Schedule
-from ..jobs.user_values import is_count, is_number
-from .arguments import constructor, multiple, positive
+from ..jobs.user_values import is_count, is_number, positive
+from .arguments import constructor, multiple
 from .pipelines import one_f_one_b
 
 

@@ -8,7 +8,8 @@ import networkx as nx
 
 from ..jobs.job import Direction, Placement, PlanError
 from ..jobs.schedule import Schedule
-from .arguments import constructor, positive
+from ..jobs.user_values import positive
+from .arguments import constructor
 
 
 @constructor

@@ -20,7 +20,8 @@ from ..jobs.answers import Priority
 from ..jobs.job import Direction, Placement
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from .arguments import constructor, positive
+from ..jobs.user_values import positive
+from .arguments import constructor
 from .graph_schedule import (
     SIMULATED,
     improved,

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from ..jobs.job import Direction, Placement
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from .arguments import constructor, positive
+from ..jobs.user_values import positive
+from .arguments import constructor
 
 FORWARD, BACKWARD, WEIGHT, UPDATE = Direction
 

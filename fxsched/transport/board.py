@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import queue
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from typing import NamedTuple, Protocol, TypeVar
 
 from .helper_threads import Helpers
@@ -100,41 +99,26 @@ class Board:
         return self._ask(lambda: self.store.check(keys))
 
     def _ask(self, question: Callable[[], T]) -> T:
-        answers: queue.SimpleQueue[tuple[T | None, Exception | None]]
-        answers = queue.SimpleQueue()
-
-        def ask() -> None:
-            try:
-                answers.put((question(), None))
-            except Exception as error:  # raised by who asked
-                answers.put((None, error))
-
         if self.closed:
             return question()
-        try:
-            if self.silent:
-                raise queue.Empty
-            self.helpers.call(ask)
-            answer, error = self._answer(answers)
-        except queue.Empty:
-            raise TimeoutError(
-                f"the store of the process group has not answered for "
-                f"{self.silent:.3g} s: the process that holds it, rank 0 or "
-                "torchrun's, is frozen or cut off"
-            ) from None
-        if error is not None:
-            raise error
-        return answer  # type: ignore[return-value]
+        if not self.silent:
+            answer = self.helpers.call(question)
+            if self._is_answered(answer):
+                return answer.result()
+        raise TimeoutError(
+            f"the store of the process group has not answered for {self.silent:.3g} s: "
+            "the process that holds it, rank 0 or torchrun's, is frozen or cut off"
+        )
 
-    def _answer(self, answers: queue.SimpleQueue[T]) -> T:
+    def _is_answered(self, answer: Future[T]) -> bool:
         began = time.monotonic()
         until = min(began + self.limit, max(self.until, began + TICK))
         while (now := time.monotonic()) < until:
-            with suppress(queue.Empty):
-                return answers.get(timeout=min(TICK, until - now))
+            if wait([answer], min(TICK, until - now)).done:
+                return True
             self.asked()
         self.silent = now - began
-        raise queue.Empty
+        return False
 
     def close(self) -> None:
         """Ends the thread that asks; from then on the store is asked itself."""

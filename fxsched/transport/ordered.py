@@ -19,7 +19,6 @@ from torch import Tensor
 from .endpoints import Where
 from .wire_format import Parcel
 
-
 SENDS, BYTES = 4, 1 << 22  # on their way to a peer, or more while they are small
 
 

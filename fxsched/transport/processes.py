@@ -37,7 +37,7 @@ from .device_groups import DeviceGroups, Edge
 from .endpoints import Where
 from .helper_threads import Helpers
 from .host_links import host_name
-from .leaving import Leaving
+from .lane import Lane
 from .ordered import OrderedEndpoint, Work
 from .shared_memory import Neighbour, Neighbours
 from .wire_format import Parcel
@@ -64,7 +64,7 @@ class ProcessEndpoint:
         slots = TAGS // MESSAGES
         self.first = (mark.call + 97 * mark.plan + mark.inputs) % slots * MESSAGES
         self.coming: dict[int, tuple[list[dist.Work], list[Tensor]]] = {}
-        self.leaving: dict[int, Leaving] = {}  # what is on its way, by peer
+        self.leaving: dict[int, Lane] = {}  # what is on its way, by peer
         self.where: Callable[[], str] = lambda: ""  # the job that the run is at
 
     def _near(self, parcel: Parcel) -> Neighbour | None:
@@ -80,8 +80,8 @@ class ProcessEndpoint:
                 dist.isend, buffer, parcel.peer, self._tag(parcel)
             )
             if parcel.peer not in self.leaving:
-                self.leaving[parcel.peer] = Leaving(self.processes.helpers)
-            self.leaving[parcel.peer].add(work.wait, buffer)
+                self.leaving[parcel.peer] = Lane(helpers=self.processes.helpers)
+            self.leaving[parcel.peer].call("", _left, work, buffer)
 
     def expect(self, parcel: Parcel) -> None:
         if self._near(parcel) is not None:
@@ -130,7 +130,7 @@ class ProcessEndpoint:
     def finish(self) -> None:
         for peer, leaving in self.leaving.items():
             with self.processes.waiting(peer, self.mark, self.where):
-                leaving.wait()
+                leaving.finish()
 
     def share(self) -> None:
         for near in self.processes.neighbours.values():
@@ -169,6 +169,12 @@ class DeviceEndpoint(OrderedEndpoint):
 
     def fail(self, error: BaseException) -> None:
         self.processes.fail(error)
+
+
+def _left(work: dist.Work, buffer: Tensor) -> None:
+    """Waits until a send has left, whose buffer is kept until then: works of
+    torch.distributed can't be asked whether they are done."""
+    work.wait()
 
 
 @dataclass(eq=False)
@@ -440,13 +446,6 @@ class Processes:
                 dist.recv(host, source, group=self.group, tag=SHARED)
             with torch.no_grad():
                 tensor.copy_(host)
-
-    def first(self, value: Any) -> Any:
-        """Rank 0's value of a small object."""
-        values = [value]
-        with self.waiting(0):
-            dist.broadcast_object_list(values, 0, group=self.group)
-        return values[0]
 
     def all(self, value: Any, what: str = "") -> list[Any]:
         """Every rank's value of a small object; `what` says what it is for."""

@@ -89,15 +89,14 @@ class _Line:
             for tag in range(first, first + count)
         ]
 
-    def exchange(self, value: Tensor, sends: int, takes: int) -> None:
-        """Sends a value so many times, and takes what the other rank sends of it."""
+    def exchange(self, value: Tensor, sends: int, takes: int) -> list[Tensor]:
+        """Sends a value so many times, and takes what the other rank sends like it."""
         parcels = self._parcels(max(sends, takes), value)
         for parcel in parcels[:takes]:
             self.endpoint.expect(parcel)
         for parcel in parcels[:sends]:
             self.endpoint.send(value, parcel)
-        for parcel in parcels[:takes]:
-            self.endpoint.take(parcel)
+        return [self.endpoint.take(parcel) for parcel in parcels[:takes]]
 
     def seconds(self, value: Tensor, leads: bool, count: int, both: bool) -> float:
         """From the first of so many messages to an answer; both: as many come, too."""
@@ -109,12 +108,7 @@ class _Line:
     def of_leader(self, seconds: float, leads: bool) -> float:
         """The leader's number, on both."""
         told = torch.tensor([seconds], dtype=torch.float64)
-        (parcel,) = self._parcels(1, told)
-        if leads:
-            self.endpoint.send(told, parcel)
-            return seconds
-        self.endpoint.expect(parcel)
-        return float(self.endpoint.take(parcel))
+        return float((self.exchange(told, leads, not leads) or [told])[0])
 
     def speed(self, leads: bool) -> Speed:
         """Measures, as the other rank does; the result is the leader's."""

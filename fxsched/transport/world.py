@@ -107,11 +107,10 @@ def choose(transport: Transport | None, workers: int) -> Transport:
     """The transport to take. Raises PlanError if the world has another size."""
     if transport in IN_PROCESS:
         return transport
-    if dist.is_initialized():
-        check_world(workers, dist.get_world_size())
-        return transport or "distributed"
-    if started_by_torchrun():
-        check_world(workers, int(os.environ["WORLD_SIZE"]))
+    initialized = dist.is_initialized()
+    if initialized or started_by_torchrun():
+        size = dist.get_world_size() if initialized else os.environ["WORLD_SIZE"]
+        check_world(workers, int(size))
         return transport or "distributed"
     if transport is not None:
         raise PlanError(

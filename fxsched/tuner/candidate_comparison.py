@@ -30,6 +30,8 @@ from .stage_costs import Costs
 ALIKE = 1e-3  # share of a step that no prediction tells apart
 FINALISTS = 3  # placements whose best order is compared
 PLANNED = 8  # schedules that are planned for a model
+LONGER = "longer by estimates, and not planned"
+MOVING = "not compared, since they move weights or gradients and prefetch isn't given"
 
 
 class Row(NamedTuple):
@@ -74,7 +76,8 @@ class Comparison:
         for number, candidate in enumerate(candidates, 1):
             self.tell(f"simulating {number} of {len(candidates)} schedules")
             self.enter(candidate)
-        budget = Budget(jobs, lambda left: self.tell(_looking(1 - left / jobs)))
+        looking = "looking for orders of jobs, {:.0%}".format
+        budget = Budget(jobs, lambda left: self.tell(looking(min(1 - left / jobs, 1))))
         climbers = []
         places = placements(
             candidates, self.costs.graphs, self.goal.workers, self.goal.microbatches
@@ -222,20 +225,13 @@ class Comparison:
         parts = [line, tables.table(headers, cells, "lrrrrrl", width, wrap=True)]
         parts += [MEET] * any("*" in row[1] for row in cells)
         shown = {row.candidate.name for row in self.rows}
-        for said, names in (
-            (
-                "longer by estimates, and not planned",
-                [name for name in self.longer if name not in shown],
-            ),
-            (
-                "not compared, since they move weights or gradients and prefetch isn't "
-                "given",
-                self.left_out,
-            ),
-        ):
-            if names:
-                out = f"{said}: {', '.join(dict.fromkeys(names))}"
-                parts.append(tables.wrapped([out]))
+        out = {
+            LONGER: [name for name in self.longer if name not in shown],
+            MOVING: self.left_out,
+        }
+        for said, names in out.items():
+            text = f"{said}: {', '.join(dict.fromkeys(names))}"
+            parts += [tables.wrapped([text])] * bool(names)
         return "\n\n".join(parts)
 
     def _sorted(self) -> list[Row]:
@@ -267,10 +263,6 @@ def _planned(make: Callable[[Schedule], Plan], schedule: Schedule) -> Plan:
         if not schedule.in_order:
             raise
         return make(replace(schedule, in_order=False))
-
-
-def _looking(share: float) -> str:
-    return f"looking for orders of jobs, {min(share, 1):.0%}"
 
 
 def _title(candidate: Candidate) -> str:

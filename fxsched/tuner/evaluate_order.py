@@ -58,12 +58,8 @@ def replay(problem: OrderingProblem, orders: Orders) -> JobTimes | None:
 
 def length(orders: Orders, times: JobTimes, objective: str) -> float:
     """What is to be short: the step, or the longest span of a worker."""
-    start, end = times
-    used = [order for order in orders if order]
-    begin = 0.0 if objective == "latency" else None
-    return max(
-        end[order[-1]] - (start[order[0]] if begin is None else begin) for order in used
-    )
+    span, (start, end) = objective != "latency", times
+    return max(end[order[-1]] - span * start[order[0]] for order in orders if order)
 
 
 def most(problem: OrderingProblem, order: Sequence[int]) -> float:

@@ -16,10 +16,10 @@ from ..dry_run import plan
 from ..jobs.job import Placement, PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from ..jobs.user_values import is_int, is_number
+from ..jobs.user_values import flag, is_int, is_number, positive
 from ..plans.plan import Plan
 from ..progress import Progress
-from ..schedules.arguments import one_of, positive
+from ..schedules.arguments import one_of
 from ..schedules.orders import oldest_microbatch_first
 from .candidate_comparison import Comparison, Goal
 from .stage_costs import Costs, counts, of_durations, of_graph
@@ -156,10 +156,7 @@ def _check(
 def _check_rest(seed: Any, split_backward: Any, args: Any, kwargs: Any) -> None:
     if not is_int(seed):
         raise PlanError(f"search(seed={seed!r}): give an int")
-    if not isinstance(split_backward, bool):
-        raise PlanError(
-            f"search(split_backward={split_backward!r}): give True or False"
-        )
+    flag("search", split_backward=split_backward)
     if not isinstance(args, (tuple, list)):
         raise PlanError(
             f"search(args=): give a tuple of the model's arguments, not "

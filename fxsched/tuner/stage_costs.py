@@ -12,8 +12,8 @@ from ..clock.joint import out_of_order
 from ..clock.network import Wires
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
+from ..jobs.user_values import positive
 from ..plans.plan import Plan
-from ..schedules.arguments import positive
 
 LOOPS = 4  # stages a worker, at most
 JOBS = 40_000  # of a placement; more stages a worker make more of them

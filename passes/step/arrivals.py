@@ -132,7 +132,8 @@ class _Arrivals:
     def _update(self, op: Op, job: Job) -> None:
         """The steps of a stage's groups."""
         stage, b = job.stage, job.microbatch
-        before = tuple(self._earlier(job, other) for other in self._awaited(stage, b))
+        awaited = self.rounds[stage].awaited(b, self._ahead)
+        before = tuple(self._earlier(job, other) for other in awaited)
         factor = self.factors.factor(b, op)  # from here on it is the task of U
         where = (op.worker, op.task, op.n)
         self._note(where, job)
@@ -145,10 +146,6 @@ class _Arrivals:
             if (stage, b) not in self.updates:
                 new.job = job
                 self.updates[stage, b] = new
-
-    def _awaited(self, stage: int, microbatch: int) -> list[int]:
-        """The updates of a stage that one waits for, by microbatch."""
-        return self.rounds[stage].awaited(microbatch, self._ahead)
 
     def _earlier(self, job: Job, microbatch: int) -> Op:
         update = self.updates.get((job.stage, microbatch))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from ...clock.jobs import sum_root
 from ...clock.replicas import check_replicas
 from ...ir import ops
-from ...ir.graphs import Group, Specs
-from ...ir.meta import of_call
+from ...ir.graphs import Specs
 from ...ir.request import Request
 from ...ir.step import Message, Op, Step, Weights
 from ...jobs.job import PlanError
@@ -115,18 +115,9 @@ class Averages:
 
     def _specs(self, group: int, moments: bool) -> Specs:
         """Of what is trained of a group, and of what the optimizer has of it."""
-        keeps: Group = self.step.facts.groups[group]
-        specs = of_call(self.step.weight_inputs[group])["specs"]
-        triples = list(zip(specs, keeps.state, keeps.trained, strict=True))
-        weights = [spec for spec, _, trained in triples if trained]
-        known = self.request.moments
-        more: Sequence[Any] = [
-            spec
-            for _, state, trained in triples
-            if trained and moments
-            for spec in known.get(state.input, ())
-        ]
-        return (*weights, *more)
+        learned = self.step.facts.groups[group].learned if moments else ()
+        more = (self.request.moments.get(state.input, ()) for state in learned)
+        return (*self.step.trained_specs(group), *chain.from_iterable(more))
 
 
 def averages_of(

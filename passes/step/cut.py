@@ -67,16 +67,11 @@ class _ProgramWriter:
         self.parts: dict[tuple[fx.Node, int], fx.Node] = {}  # rows of the batch
         self.pause: fx.Node | None = None
         self.read: dict[fx.Node, Value] = {}  # what a job reads of others
-        self.lines: list[Op | Message] = []
+        self.lines = step.lines_of[worker]
         self.credits = set[Value]()  # that someone waits for
-        for line in step.lines:
-            if isinstance(line, Op):
-                mine, read = line.worker == worker, line.after
-            else:
-                mine, read = worker in (line.source, line.to), (line.value,)
-            if mine:
-                self.lines.append(line)
-                self.credits.update(each for each in read if isinstance(each, Credit))
+        for line in self.lines:
+            read = line.after if isinstance(line, Op) else (line.value,)
+            self.credits.update(each for each in read if isinstance(each, Credit))
 
     def run(self) -> fx.Graph:
         self._placeholders()

@@ -188,22 +188,49 @@ class _Sums:
         args = (value, tuple(spec.dtype for spec in specs))
         return self.put(Op(*where, ops.cast, args, specs, name), place)
 
-    # One sum in the order of microbatches
-
     def _in_order(self, total: Total, terms: Sequence[Term]) -> Part:
+        """The sum of microbatches in their order: added up in the jobs that give it, if
+        one worker gives all; else in the root's next jobs, so that the others' come in
+        the meantime."""
         group, root = total.group, self.step.worker(total)
         givers = {self.lines[term.place].worker for term in terms}
-        alone = len(givers) == 1
-        name = f"{group}" + f" of round {total.round}" * bool(total.round)
-        sums = _OrderedSum(self, total, name, givers.pop() if alone else root, alone)
-        for b, own in groupby(sorted(terms), key=lambda term: term.microbatch):
-            sums.microbatch(b, list(own))
-        if sums.worker != root:
-            sums.worker, sums.alone = root, False
-            sums.add("all")
-        assert sums.value is not None, "a total has terms"
-        where, place = sums.where("all")
-        return self._finished(sums.value, group, where, place)
+        giver, alone = min(givers), len(givers) == 1
+        sum_of = f"{group}" + f" of round {total.round}" * bool(total.round)
+        name = f"gradients_{sum_of}".replace(" ", "_")
+        ready, value = 0, None  # the place of the last job that has given some
+
+        def where(what: str) -> tuple[Where, int]:
+            op = self.lines[ready]
+            if alone:
+                return (giver, op.task, op.n), ready
+            task = f"add {what} to {sum_of}"
+            return (root, task, op.n), self.next_job(total, ready)
+
+        def added(what: str, *parts: Part) -> Op:
+            at, place = where(what)
+            specs, _ = self.step.specs(parts[0])
+            target, args = (
+                (ops.accumulate, parts) if alone else (ops.reduce, (0, *parts))
+            )
+            return self.put(Op(*at, target, args, specs, f"{name}_{what}"), place)
+
+        for b, of_one in groupby(sorted(terms), key=lambda term: term.microbatch):
+            first, *tied = of_one
+            ready = max(ready, first.place, *(term.place for term in tied))
+            new: Part = first.value
+            for term in tied:  # tied weights
+                new = added(f"{b}_{-term.before}", new, term.value)
+            if value is None:
+                specs = self.step.specs(new)[0]
+                specs = in_type(specs, self.request.gradient_dtype)
+                value = self.cast(new, specs, *where("0"), f"{name}_0")
+            else:
+                value = added(f"{b}", value, new)
+        assert value is not None, "a total has terms"
+        if alone and giver != root:  # which it is brought to
+            alone = False
+            value = added("all", value)
+        return self._finished(value, group, *where("all"))
 
     # Of what all microbatches read
 
@@ -300,8 +327,8 @@ class _SumByHosts:
     """A sum that is added up beside the jobs; what workers of one host give is added up
     there first.
 
-    parts, places: the sum of each worker's own gradients, and the line that gives the
-        last of them.
+    parts: the sum of each worker's own gradients. made: the lines after which these,
+        and what is made of them, are there.
     """
 
     def __init__(
@@ -312,9 +339,8 @@ class _SumByHosts:
         places: Mapping[int, int],
         n: int,
     ) -> None:
-        self.sums, self.total, self.parts = sums, total, parts
-        self.places, self.n = places, n
-        self.made: dict[Part, int] = {}  # sums, and the lines after which they are put
+        self.sums, self.total, self.parts, self.n = sums, total, parts, n
+        self.made = {part: places[worker] for worker, part in parts.items()}
         self.owners = sorted(sums._takers[total])
         self.specs = sums.step.sum_specs(total.group)
         self.hosts: dict[int, list[int]] = {}
@@ -382,85 +408,25 @@ class _SumByHosts:
 
     def _given(self, number: int, worker: int) -> Op:
         """A piece of what a worker gives."""
-        place = self.places[worker]
-        op, count = self.sums.lines[place], len(self.owners)
-        args = number, count, layout_of(self.specs), self.parts[worker]
+        own = self.parts[worker]
+        op, count = self.sums.lines[self.made[own]], len(self.owners)
+        args = number, count, layout_of(self.specs), own
         name = f"piece_{number}_of_{self.name}_on_worker_{worker}"
         where, specs = (op.worker, op.task, op.n), piece_specs(*args[:2], self.specs)
-        return self.sums.put(Op(*where, ops.piece, args, specs, name), place)
+        return self._put(Op(*where, ops.piece, args, specs, name), self.made[own])
 
     def _add(self, name: str, worker: int, parts: Sequence[Part]) -> Part:
         if len(parts) == 1:
             return parts[0]
         at = [*map(self.sums.step.worker, parts)]
         args = at.index(worker) if worker in at else 0, *parts
-        task, place = f"add {name.replace('_', ' ')}", max(map(self._place, parts))
+        task, place = f"add {name.replace('_', ' ')}", max(self.made[p] for p in parts)
         where, specs = (worker, task, self.n), self.sums.step.specs(parts[0])[0]
-        lane = 1 + any(part in self.made for part in parts)  # of hosts, and of all
+        sums = (isinstance(p, Op) and p.target is ops.reduce for p in parts)
+        lane = 1 + any(sums)  # of hosts, and of all
         lane *= not self.sums.request.ordered  # where one thread sends
-        new = Op(*where, ops.reduce, args, specs, name, aside=lane)
-        self.made[new] = place
-        return self.sums.put(new, place)
+        return self._put(Op(*where, ops.reduce, args, specs, name, aside=lane), place)
 
-    def _place(self, part: Part) -> int:
-        """The line after which a part is there."""
-        made = self.made.get(part)
-        return self.places[self.sums.step.worker(part)] if made is None else made
-
-
-class _OrderedSum:
-    """A sum of microbatches in their order, on one worker.
-
-    alone: whether this worker gives all that is added up. ready: the place of the last
-    job that has given some.
-    """
-
-    def __init__(
-        self, sums: _Sums, total: Total, name: str, worker: int, alone: bool
-    ) -> None:
-        self.sums, self.total, self.name = sums, total, name
-        self.worker, self.alone = worker, alone
-        self.ready, self.value = 0, None
-
-    value: Part | None
-
-    def microbatch(self, b: int, terms: Sequence[Term]) -> None:
-        """Adds what stages give of a microbatch."""
-        self.ready = max(self.ready, *(term.place for term in terms))
-        new: Part = terms[0].value
-        for term in terms[1:]:  # tied weights
-            new = self._op(f"{b}_{-term.before}", new, term.value)
-        if self.value is not None:
-            self.value = self._op(f"{b}", self.value, new)
-            return
-        where, place = self.where("0")
-        name = f"gradients_{self.name}_0".replace(" ", "_")
-        specs = in_type(self.sums.step.specs(new)[0], self.sums.request.gradient_dtype)
-        self.value = self.sums.cast(new, specs, where, place, name)
-
-    def add(self, what: str) -> None:
-        """Brings the sum to where it is added up now."""
-        assert self.value is not None
-        self.value = self._op(what, self.value)
-
-    def _op(self, what: str, *parts: Part) -> Op:
-        """Adds up in the job that gives the last of them, if all are of one worker;
-        else in the root's next job, so that the others' come in the meantime."""
-        where, place = self.where(what)
-        specs, _ = self.sums.step.specs(parts[0])
-        name = f"gradients_{self.name}_{what}".replace(" ", "_")
-        if self.alone:
-            return self.sums.put(Op(*where, ops.accumulate, parts, specs, name), place)
-        args = (0, *parts)
-        return self.sums.put(Op(*where, ops.reduce, args, specs, name), place)
-
-    def where(self, what: str) -> tuple[Where, int]:
-        """The worker, task and n of what is added up now, and after which line."""
-        op, place = self.sums.lines[self.ready], self.ready
-        task = op.task
-        if not self.alone:
-            task, place = (
-                f"add {what} to {self.name}",
-                self.sums.next_job(self.total, place),
-            )
-        return (self.worker, task, op.n), place
+    def _put(self, op: Op, place: int) -> Op:
+        self.made[op] = place
+        return self.sums.put(op, place)

@@ -29,24 +29,16 @@ def place_receives(step: Step, request: Request) -> Step:
     """
     posts: dict[Op, list[Message]] = {}
     if request.apart and not request.ordered:
-        for worker, phases in enumerate(_phases(step)):
-            for lines in phases:
-                _post(posts, lines, worker, request)
+        for worker, lines in enumerate(step.lines_of):
+            pauses = (i for i, line in enumerate(lines, 1) if _is_pause(line))
+            end = next(pauses, len(lines))
+            _post(posts, lines[:end], worker, request)
+            _post(posts, lines[end:], worker, request)
     return replace(step, posts=posts)
 
 
-def _phases(step: Step) -> list[list[list[Op | Message]]]:
-    """By worker, its lines up to the pause, and those after it."""
-    found: list[list[list[Op | Message]]] = [[[]] for _ in range(step.jobs.workers)]
-    for line in step.lines:
-        if isinstance(line, Message):
-            found[line.source][-1].append(line)
-            found[line.to][-1].append(line)
-            continue
-        found[line.worker][-1].append(line)
-        if line.target is ops.pause:
-            found[line.worker].append([])
-    return found
+def _is_pause(line: Op | Message) -> bool:
+    return isinstance(line, Op) and line.target is ops.pause
 
 
 def _post(

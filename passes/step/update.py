@@ -103,9 +103,10 @@ class _Updates:
         """The steps of a stage's groups on one worker."""
         number = job.microbatch // self.every
         groups = [
-            group
-            for group in self._updated_by(job.stage)
-            if op.worker in self.groups[group].updaters
+            i
+            for i, group in enumerate(self.groups)
+            if group.stages[0] == job.stage and any(group.trained)  # the first to read
+            if op.worker in group.updaters
         ]
         replica = None if self.averages is None else op.worker
         if self.averages is not None:
@@ -129,14 +130,6 @@ class _Updates:
                     if owner != op.worker:
                         behind = self.waiting.setdefault(owner, [])
                         behind.append(Renewal(group, number, new))
-
-    def _updated_by(self, stage: int) -> list[int]:
-        """The groups that a stage's U updates: those that it is the first to read."""
-        return [
-            number
-            for number, group in enumerate(self.groups)
-            if group.stages[0] == stage and any(group.trained)
-        ]
 
     def _renew_waiting(self) -> None:
         """Renews all copies that are behind."""

@@ -19,8 +19,8 @@ def check_trained(groups: Sequence[Group], request: Request) -> None:
     for a stage that reads weights and gives none of them."""
     known = set(request.updates)
     for group in groups:
-        for state, trained in zip(group.state, group.trained, strict=True):
-            if trained and known and state.input not in known:
+        for state in group.learned:
+            if known and state.input not in known:
                 raise PlanError(
                     f"{state.name} gets a gradient, but the optimizer doesn't have "
                     "it; add it to the optimizer, or freeze it with "
@@ -70,14 +70,11 @@ class UpdateFactors:
         places: list[tuple[int, int, int]] = []
         norms: list[Op] = []
         for number_of, group in enumerate(self.step.facts.groups):
-            inputs = [
-                s.input for s, t in zip(group.state, group.trained, strict=True) if t
-            ]
             places += (
-                (rank.get(position, position), len(norms), k)
-                for k, position in enumerate(inputs)
+                (rank.get(state.input, state.input), len(norms), k)
+                for k, state in enumerate(group.learned)
             )
-            if inputs:
+            if any(group.trained):
                 norms.append(self._norm(Total(number_of, number), n))
         return norms, tuple(place[1:] for place in sorted(places))
 

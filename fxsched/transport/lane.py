@@ -1,4 +1,4 @@
-"""What a worker does beside its jobs: sums of gradients that wait for other workers."""
+"""Calls that wait, made one after the other by a thread beside a worker's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..transport.helper_threads import Helpers
+from .helper_threads import Helpers, answer
 
 _HELPERS = Helpers()
 
@@ -18,12 +18,16 @@ _HELPERS = Helpers()
 class Lane:
     """Calls that a thread makes one after the other, in the order in which they came.
 
-    failed: is told of the first error; no call is made after it.
+    failed: is told of the first error; no call is made after it. helpers: the threads.
     task, thread: which call runs, and where.
     """
 
-    def __init__(self, failed: Callable[[BaseException], None]) -> None:
-        self.failed = failed
+    def __init__(
+        self,
+        failed: Callable[[BaseException], None] = lambda error: None,
+        helpers: Helpers = _HELPERS,
+    ) -> None:
+        self.failed, self.helpers = failed, helpers
         self.calls: deque[tuple[Future[Any], str, Callable[[], Any]]] = deque()
         self.changed = threading.Condition()
         self.runs = False
@@ -39,7 +43,7 @@ class Lane:
             if self.runs:
                 return found
             self.runs = True
-        _HELPERS.call(self._run)
+        self.helpers.call(self._run)
         return found
 
     def _run(self) -> None:
@@ -52,19 +56,13 @@ class Lane:
                         self.changed.notify_all()
                         return
                     future, self.task, function = self.calls.popleft()
-                self._make(future, function)
+                if self.error is not None:
+                    future.set_exception(self.error)
+                else:
+                    self.error = answer(future, function)
+                    if self.error is not None:
+                        self.failed(self.error)
                 del future, function
-
-    def _make(self, future: Future[Any], function: Callable[[], Any]) -> None:
-        if self.error is not None:
-            future.set_exception(self.error)
-            return
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            self.error = error
-            future.set_exception(error)
-            self.failed(error)
 
     def finish(self) -> None:
         """Waits until all calls are made; raises the first error."""
