@@ -14,6 +14,7 @@ from ..map import MODULES, ROOT, arrows, contract, files, imports, own_imports, 
 # Who alone may import a library, and what is under it.
 KEEPERS: dict[str, tuple[str, ...]] = {
     "torch.distributed": (
+        "transport.device_groups",
         "transport.processes",
         "transport.world",
         "transport.wrappers",
