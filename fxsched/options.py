@@ -70,10 +70,11 @@ class Options:
     stages: "auto", or names of modules, each of which starts a new stage.
     transport: "threads" (workers are threads of this process), "distributed" (each
         worker is a rank; ranks of one host pass values through shared memory), "gloo"
-        (each worker is a rank, and all values go through the process group), "strict"
-        (threads that send by NCCL's rules; what would hang on GPUs is an error), or
-        None: "distributed" if there is a process group or torchrun started this
-        process, else "threads".
+        (each worker is a rank, and all values go through the process group), "nccl"
+        (each worker is a rank, and values go from GPU to GPU), "strict" (threads that
+        send by NCCL's rules; what would hang on GPUs is an error), or None: "threads"
+        without a process group or torchrun; "nccl" if the model is on a GPU, order is
+        "static" and PyTorch has NCCL; else "distributed".
     order: "static" (each worker runs its program as planned; schedules with
         in_order=True always do) or "dynamic" (of the jobs that are ready, a worker runs
         the one with the smallest n).
