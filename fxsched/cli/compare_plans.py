@@ -10,8 +10,8 @@ from ..draw.palette import Clock, clock
 from ..draw.whole_stages import MEET, stage_count
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
-from ..plans.plan import Plan
 from ..progress import Progress
+from ..simulator.simulate import Simulation
 from . import user_file
 from .options import Refused, build_any, passed_options, usual
 from .plan_options import planned_options
@@ -20,26 +20,24 @@ HEADERS = "schedule|stages|step {}|bubble|memory|weights|messages"
 
 
 class ComparedPlan(NamedTuple):
-    """A schedule's plan. step: in seconds, as it is predicted."""
+    """A schedule, and the step of its plan, as it is predicted."""
 
     name: str
-    plan: Plan
-    step: float
-    bubble: float
-    messages: int
+    step: Simulation
 
     def cells(self, time: Clock) -> tuple[str, ...]:
         """A row of the table; bytes are the most on any worker."""
-        total = max(peaks.at_once.total for peaks in self.plan.memory)
-        most = [peaks.each for peaks in self.plan.memory]
+        step, workers = self.step, self.step.workers
+        total = max(peaks.at_once.total for peaks in step.memory)
+        most = [peaks.each for peaks in step.memory]
         return (
             self.name,
-            stage_count(self.plan.stages),
-            time.cell(self.step),
-            f"{100 * self.bubble:.1f} %",
+            stage_count(step.stages),
+            time.cell(step.latency),
+            f"{100 * step.bubble_rate:.1f} %",
             tables.byte_text(total),
             tables.byte_text(max(each.weights + each.fetched for each in most)),
-            f"{self.messages}",
+            f"{sum(w.activations_sent + w.gradients_returned for w in workers)}",
         )
 
 
@@ -69,14 +67,14 @@ def model_lineup(
             progress.at(f"planning {name}", number, len(schedules))
             try:
                 made = case.planned(build_any(asked, numbers), planned)
-                compared.append(_compared(name, made))
+                compared.append(ComparedPlan(name, made.simulate()))
             except PlanError as error:
                 refused.add(name, error)
     lines = refused.lines()
     if not compared:
         raise PlanError("; ".join(lines[:3]))
-    compared.sort(key=lambda row: row.step)
-    time = clock(compared[0].step, "s")
+    compared.sort(key=lambda row: row.step.latency)
+    time = clock(compared[0].step.latency, "s")
     rows = [row.cells(time) for row in compared]
     width = tables.columns(tables.WIDE)
     table = tables.table(HEADERS.format(time.unit), rows, "lr", width, wrap=True)
@@ -85,9 +83,3 @@ def model_lineup(
     meet = [MEET] * any("*" in row[1] for row in rows)
     said = tables.wrapped(lines, width)
     return "\n\n".join((title, table, *meet, said)).strip()
-
-
-def _compared(name: str, made: Plan) -> ComparedPlan:
-    step = made.simulate()
-    sent = sum(w.activations_sent + w.gradients_returned for w in step.workers)
-    return ComparedPlan(name, made, step.latency, step.bubble_rate, sent)

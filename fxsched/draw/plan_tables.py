@@ -10,7 +10,7 @@ from torch import fx
 from ..accounts.times import Times
 from ..accounts.traffic import traffic
 from ..clock.jobs import Jobs
-from ..clock.timeline import Timeline
+from ..clock.timeline import Event
 from ..ir import ops
 from ..ir.graphs import Group
 from ..ir.step import Message, Step
@@ -222,7 +222,8 @@ def _bubble(schedule: Schedule, times: Times) -> float:
     return 1 - sum(busy) / len(busy) / (times.end or 1.0)
 
 
-def busy_seconds(schedule: Schedule, events: Timeline) -> list[float]:
+def busy_seconds(schedule: Schedule, events: Sequence[Event]) -> list[float]:
+    """How long each worker runs jobs."""
     busy = [0.0] * schedule.workers
     for event in events:
         busy[event.worker] += event.end - event.start

@@ -11,6 +11,7 @@ import torch
 
 from ..accounts.traffic import traffic
 from ..clock.timeline import Event
+from ..draw.plan_tables import busy_seconds
 from .plan import Plan
 
 STEPS = 10  # the last ones that figures are medians of
@@ -112,10 +113,7 @@ def metrics_of(plan: Plan, timelines: Sequence[Sequence[Event]]) -> Metrics:
     seconds = [max(event.end for event in each) for each in timelines]
     shares: list[list[float]] = [[] for _ in range(workers)]
     for took, timeline in zip(seconds, timelines, strict=True):
-        busy = [0.0] * workers
-        for event in timeline:
-            busy[event.worker] += event.end - event.start
-        for worker, each in enumerate(busy):
+        for worker, each in enumerate(busy_seconds(plan.schedule, timeline)):
             shares[worker].append(each / took)
     moved = traffic(plan.step)
     sent, received = [m.sent for m in moved], [m.received for m in moved]
