@@ -105,12 +105,9 @@ def failure() -> None:
 
 
 class Late:
-    """A work that the device waits for, and the host doesn't."""
+    """An event that a device doesn't come to."""
 
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
+    def query(self) -> bool:
         return False
 
 

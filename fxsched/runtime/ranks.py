@@ -88,11 +88,11 @@ class Ranks:
         """
         if self.asked or self.transport not in (None, "nccl"):
             return
-        self.asked = True
         kinds = {a.device for a in args if isinstance(a, Tensor)}
         device = next((d for d in kinds if d.type != "cpu"), torch.device("cpu"))
         if self.transport is not None:
             check_backend(self.transport, device)
+        self.asked = True
         if static and (backend := backend_of(device)) is not None:
             self.processes.go_by_device(device, backend)
 

@@ -38,7 +38,7 @@ from .endpoints import Where
 from .helper_threads import Helpers
 from .host_links import host_name
 from .lane import Lane
-from .ordered import OrderedEndpoint, Work
+from .ordered import OrderedEndpoint
 from .shared_memory import Neighbour, Neighbours
 from .wire_format import Parcel
 from .world import check_world, default_timeout, start_group
@@ -147,20 +147,24 @@ class DeviceEndpoint(OrderedEndpoint):
         super().__init__(processes.rank, groups.device, groups.connection)
         self.processes, self.mark = processes, mark
         self.where: Callable[[], str] = lambda: ""  # the job that the run is at
-        self.awaited: list[tuple[Work, int, str]] = []  # by whom, for which job
+        # where the device waits: an event, for which rank, and in which job
+        self.awaited: list[tuple[Any, int, str]] = []
 
     def take(self, parcel: Parcel) -> Any:
-        works = [work for work, _ in self.coming[parcel.tag]]
         with self.processes.waiting(parcel.peer, self.mark, self.where):
             value = super().take(parcel)
-        self.awaited += [(work, parcel.peer, self.where()) for work in works]
+        if self.device.type != "cpu":  # a work would keep the memory of the message
+            module: Any = torch.get_device_module(self.device)
+            event = module.Event()
+            event.record()
+            self.awaited.append((event, parcel.peer, self.where()))
         return value
 
     def finish(self) -> None:
         """Has a thread look after what the device still waits for."""
         with self.processes.waiting(None, self.mark, self.where):
             super().finish()
-        late = [each for each in self.awaited if not each[0].is_completed()]
+        late = [each for each in self.awaited if not each[0].query()]
         self.awaited = []
         if late:
             self.processes.helpers.call(
@@ -283,11 +287,12 @@ class Processes:
             with self.waiting(None, where=lambda: "connecting devices"):
                 self.groups.open(self.edges)
 
-    def await_all(self, late: Sequence[tuple[Work, int, str]], mark: Mark) -> None:
-        """Waits, beside the program, for messages that the device waits for."""
-        for work, rank, job in late:
+    def await_all(self, late: Sequence[tuple[Any, int, str]], mark: Mark) -> None:
+        """Waits, beside the program, until the device has waited for messages: events,
+        of which rank, and in which job."""
+        for event, rank, job in late:
             with suppress(Exception), self.waiting(rank, mark, partial(str, job)):
-                while not work.is_completed():
+                while not event.query():
                     if self.control.failure is not None:
                         return
                     time.sleep(TICK / 4)

@@ -25,7 +25,9 @@ def place_receives(step: Step, request: Request) -> Step:
     in the order of lines. Messages between workers that share memory need no buffer:
     these receives are posted where they are read, as are all that step.posts doesn't
     name. So are weights, which route_values asks for ahead.
-    With request.ordered, all receives are posted where they stand.
+    With request.ordered, as with NCCL, all receives are posted where they stand: after
+    the op that makes the value, in one order of the lines of all workers. What a device
+    launched before them is done without them, however few queues it has.
     """
     posts: dict[Op, list[Message]] = {}
     if request.apart and not request.ordered:
