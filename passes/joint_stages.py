@@ -19,7 +19,7 @@ from ..jobs.schedule import Schedule
 from ..partition.cut_cost import BRANCH, Cut, Problem
 from ..partition.joint_memory import check_memory
 from ..partition.joint_stages import cut_apart, cut_phases, phases_of, with_joint
-from ..partition.planner import MemoryLimitError, stage_graph
+from ..partition.planner import MemoryLimitError, stage_counts, stage_graph
 from .cut_problem import Block, cut_problem, named_cut
 
 
@@ -53,14 +53,19 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:
         count = max(cut, default=-1) + 1
         stage |= {i: count + k for k, group in enumerate(groups) for i in group}
         choices += _placed(stage, every, parts, request.schedule, count)
-    best = min(choices, key=lambda choice: choice.seconds)
-    for i, block in enumerate(blocks):
-        for node in block:
-            of_node(node)["stage"] = best.stage[i]
-    schedule, stages = best.fitted
-    read = _bytes_read(blocks, len(stages))
-    check_memory(schedule, stages, read, request.carry, request.memory_limit)
-    return best.fitted
+    errors: list[PlanError] = []
+    for best in sorted(choices, key=lambda choice: choice.seconds):
+        for i, block in enumerate(blocks):
+            for node in block:
+                of_node(node)["stage"] = best.stage[i]
+        schedule, stages = best.fitted
+        read = _bytes_read(blocks, len(stages))
+        try:
+            check_memory(schedule, stages, read, request.carry, request.memory_limit)
+            return best.fitted
+        except PlanError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 class _Choice(NamedTuple):
@@ -84,13 +89,17 @@ def _cuts(
         yield cut_apart(tuple(named[i] for i in parts.cut), before)
         return
     problem = cut_problem([blocks[i] for i in parts.cut], request)
-    yield _cut_within(problem, before, request)
-    schedule = request.schedule
+    schedule, least = request.schedule, len(set(before))
+    counts = [schedule.stages]
+    if schedule.stages is None and least > 1:  # choose_cut sees a phase alone
+        counts = [max(count, least) for count in stage_counts(problem, schedule)]
     branches = sum(parts.alone(group) for group in groups)
     fewer = (schedule.stages or schedule.workers) - branches
-    if branches and before and fewer >= len(set(before)):
-        fewer_stages = replace(schedule, stages=fewer)
-        yield _cut_within(problem, before, replace(request, schedule=fewer_stages))
+    if branches and before and fewer >= least:
+        counts.append(fewer)
+    for count in dict.fromkeys(counts):
+        asked = replace(request, schedule=replace(schedule, stages=count))
+        yield _cut_within(problem, before, asked)
 
 
 def _placed(

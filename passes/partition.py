@@ -49,6 +49,8 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     Raises PlanError for more stages than there are places to cut, unknown names, a
     memory limit that no cut meets, and inputs that the model writes into.
     """
+    if facts(gm).schedule is not None:  # since the trace was chosen
+        return gm
     shared = _shared(gm, request)
     blocks = _used(gm, _blocks(gm, request, shared))
     if len(blocks) < (request.schedule.stages or 1):  # nothing but cheap values

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..draw import tables
-from ..draw.whole_stages import MEET, stage_count
+from ..draw.whole_stages import meet_notes, stage_count
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..simulator.simulate import Simulation
@@ -99,8 +99,8 @@ def lineup(schedules: Mapping[str, str | Schedule], options: Mapping[str, Any]) 
     entries.sort(key=lambda entry: (entry.free, entry.simulation.latency))
     cells, width = [e.cells for e in entries], tables.columns(tables.WIDE)
     table = tables.table(HEADERS, cells, "lr", width, wrap=True)
-    notes = [FREE] * any(entry.free for entry in entries)
-    notes += [MEET] * any("*" in entry.cells[1] for entry in entries)
+    notes = [tables.wrapped([FREE], width)] * any(entry.free for entry in entries)
+    notes += meet_notes(cells, width)
     parts = _title(numbers), table, *notes, tables.wrapped(lines, width)
     return "\n\n".join(parts).strip()
 

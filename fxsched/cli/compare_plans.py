@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..draw import tables
 from ..draw.palette import Clock, clock
-from ..draw.whole_stages import MEET, stage_count
+from ..draw.whole_stages import meet_notes, stage_count
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..progress import Progress
@@ -80,6 +80,5 @@ def model_lineup(
     table = tables.table(HEADERS.format(time.unit), rows, "lr", width, wrap=True)
     workers, microbatches = numbers["workers"], numbers["microbatches"]
     title = f"{workers} workers, {microbatches} microbatches, {model}"
-    meet = [MEET] * any("*" in row[1] for row in rows)
     said = tables.wrapped(lines, width)
-    return "\n\n".join((title, table, *meet, said)).strip()
+    return "\n\n".join((title, table, *meet_notes(rows, width), said)).strip()

@@ -142,7 +142,7 @@ def waiting_stages(stages: nx.DiGraph[int], strict: bool) -> dict[int, int]:
         microbatches come before a global-batch one also in stages that it doesn't read.
     """
     joint, late = joint_stages(stages), {}
-    above = {s: nx.ancestors(stages, s) for s in stages}
+    above = {s: nx.ancestors(stages, s) for s in (stages if strict else joint)}
     meeting = {j for j in joint if above[j] - joint}
     back = [s for s, data in stages.nodes(data=True) if data["backward"] != 0]
     flow = _data_flow(stages, back)

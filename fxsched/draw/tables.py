@@ -7,9 +7,10 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from tabulate import tabulate
+from tabulate import simple_separated_format, tabulate
 
 from ..clock.links import LinkUse
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # it needs torch, and tables don't
 SIDES = {"l": "left", "r": "right"}
 WIDTH = 88  # of what is printed unless asked otherwise
 WIDE = 100  # of comparisons and of what explains a plan
-GAP = 2  # columns between those of a table
+GAP = 2  # columns between those of a table, if there is room
 PAD = 2  # columns that a heading has more than its text, if there is room
 ROWS = 16  # of stages, and of workers, that a summary shows
 LEAST = 8  # characters that a cell keeps where a table is made to fit
@@ -41,17 +42,18 @@ def table(
     headers: with | between. align: l or r for each column; the last holds for the rest.
     width: of a line at most; the longest cells are cut to fit, or, in the columns `cut`
         alone, as far as those go.
-    wrap: instead of cutting, wrap the longest cells, between words alone.
+    wrap: instead of cutting, wrap the longest cells, between words alone; then narrow
+        the gaps.
     """
     names = headers.split("|")
     cells = [[str(cell) for cell in row] for row in rows]
     used = [i for i in range(len(names)) if not cells or any(row[i] for row in cells)]
     sides = [SIDES[align.ljust(len(names), align[-1])[i]] for i in used]
     names, cells = [names[i] for i in used], [[row[i] for i in used] for row in cells]
-    pad = PAD
+    pad, gap = PAD, GAP
     if wrap and width is not None:
         if sum(_widths(names, cells, pad)) + GAP * (len(names) - 1) > width:
-            pad, (names, *cells) = 0, _wrapped([names, *cells], width)
+            pad, (gap, (names, *cells)) = 0, _wrapped([names, *cells], width)
     elif width is not None:
         may = [cut is None or name in cut for name in names]
         limit = _limit(names, cells, width, may)
@@ -59,8 +61,13 @@ def table(
         short = [cut_names(column, limit) if m else column for m, column in columns]
         cells = [list(row) for row in zip(*short, strict=True)]
     rules = ["-" * size for size in _widths(names, cells, pad)]
-    lines = [names, rules, *cells]
-    return tabulate(lines, tablefmt="plain", disable_numparse=True, colalign=sides)
+    lines = [
+        line
+        for row in (names, rules, *cells)
+        for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue="")
+    ]
+    spaced = simple_separated_format(" " * gap)
+    return tabulate(lines, tablefmt=spaced, disable_numparse=True, colalign=sides)
 
 
 def columns(most: int = WIDTH) -> int:
@@ -101,15 +108,16 @@ def _width(cell: str) -> int:
     return max(map(len, cell.split("\n")))
 
 
-def _wrapped(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """The rows with the longest cells in several lines, as few as fit the width."""
-    limit = max(_width(cell) for row in rows for cell in row)
-    while True:
-        fit = [[_lines(cell, limit) for cell in row] for row in rows]
-        taken = sum(_widths(fit[0], fit[1:], 0)) + GAP * (len(rows[0]) - 1)
-        if taken <= width or limit <= LEAST:
-            return fit
-        limit -= 1
+def _wrapped(rows: Sequence[Sequence[str]], width: int) -> tuple[int, list[list[str]]]:
+    """A gap, and the rows with the longest cells in several lines, as few as fit the
+    width."""
+    longest = max(LEAST, *(_width(cell) for row in rows for cell in row))
+    for gap in (GAP, 1):
+        for limit in range(longest, LEAST - 1, -1):
+            fit = [[_lines(cell, limit) for cell in row] for row in rows]
+            if sum(_widths(fit[0], fit[1:], 0)) + gap * (len(rows[0]) - 1) <= width:
+                return gap, fit
+    return gap, fit
 
 
 def _lines(cell: str, limit: int) -> str:

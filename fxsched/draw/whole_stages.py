@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import networkx as nx
 
 from ..jobs.job import Piece
+from .tables import wrapped
 
 MEET = "* global-batch stages, in which rows of all microbatches meet, as in BatchNorm"
 ADDED = ("forward", "backward", "weight", "update", "held", "weights", "fetch", "flops")
@@ -67,6 +68,11 @@ def stage_count(stages: nx.DiGraph[int]) -> str:
 def whole_stage(stage: int) -> int:
     """The stage of the model that a stage of the program is, or is a piece of."""
     return stage.stage if isinstance(stage, Piece) else stage
+
+
+def meet_notes(rows: Iterable[Sequence[str]], width: int) -> list[str]:
+    """The note below a table that has * in its second column, in lines of `width`."""
+    return [wrapped([MEET], width)] * any("*" in row[1] for row in rows)
 
 
 def shard_text(stage: int) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir import joint
-from ..ir.graphs import Role, numbered_draws
+from ..ir.graphs import Role, numbered_draws, same_strides
 from ..ir.meta import of_node
 from ..ir.regions import Regions
 from ..placement.kinds import Kind, Rows
@@ -100,4 +100,4 @@ def copied(value: Any) -> Any:
     """In memory of its own, without a history."""
     if not isinstance(value, Tensor):
         return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
+    return same_strides(value).requires_grad_(value.requires_grad)

@@ -15,7 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from ..backend import Backend
 from ..draw import tables
-from ..ir.graphs import storage, tensors
+from ..ir.graphs import same_strides, storage, tensors
 from ..ir.meta import of_node
 from ..ir.modes import modes_after_errors
 from ..ir.user_line import line_of
@@ -127,7 +127,8 @@ class _Call(NamedTuple):
         def wide(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            return value.detach().double().requires_grad_(value.requires_grad)
+            wider = same_strides(value, torch.float64)
+            return wider.requires_grad_(value.requires_grad)
 
         return self._replace(
             model=model,

@@ -69,6 +69,17 @@ class Spec(NamedTuple):
         return f"{name}[{', '.join(map(str, self.shape))}]"
 
 
+def same_strides(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of a tensor with its strides, in memory of its own, without a history."""
+    plain, dtype = tensor.detach(), dtype or tensor.dtype
+    if tensor.layout is not torch.strided:
+        return plain.to(dtype, copy=True)
+    ends = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in ends)
+    memory = plain.as_strided((span * bool(tensor.numel()),), (1,))
+    return memory.to(dtype, copy=True).as_strided(tensor.shape, tensor.stride())
+
+
 Specs = tuple[Spec, ...]  # of a value: one for a tensor, any number for a bundle
 
 

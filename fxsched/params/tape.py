@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..ir.graphs import same_strides
 from ..jobs.job import PlanError
 
 
@@ -40,14 +41,8 @@ class Constant(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Constant:
-        """A copy of a tensor, with its strides: numpy or `.data` may write into its
-        memory unseen."""
-        span = 0
-        if tensor.numel():
-            ends = zip(tensor.shape, tensor.stride(), strict=True)
-            span = 1 + sum((size - 1) * stride for size, stride in ends)
-        memory = tensor.detach().as_strided((span,), (1,)).clone()
-        return Constant(memory.as_strided(tensor.shape, tensor.stride()))
+        """A copy of a tensor: numpy or `.data` may write into its memory unseen."""
+        return Constant(same_strides(tensor))
 
 
 @dataclass

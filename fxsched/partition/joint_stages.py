@@ -36,21 +36,22 @@ def phases_of(reads: Sequence[Sequence[int]], joint: Sequence[bool]) -> list[int
 def cut_phases(
     problem: Problem, phases: Sequence[int], schedule: Schedule, limit: float | None
 ) -> Cut:
-    """The stages of units that run in microbatches; there may be none."""
+    """The stages of units that run in microbatches; there may be none.
+
+    schedule: with a number of stages, if there are several phases.
+    """
     if not phases:
         return ()
-    last = max(phases)
     if schedule.stages is not None and schedule.stages > len(phases):
         schedule = replace(schedule, stages=len(phases))
-    if last == 0:
+    every = sorted(set(phases))
+    parts = [[u for u, p in enumerate(phases) if p == phase] for phase in every]
+    if len(parts) == 1:
         return choose_cut(problem, schedule, limit).cut
-    parts = [
-        [u for u, p in enumerate(phases) if p == phase] for phase in range(last + 1)
-    ]
-    parts = [part for part in parts if part]
     stages = [0] * len(phases)
     first = 0
-    for part, count in zip(parts, _shares(problem, parts, schedule), strict=True):
+    counts = _shares(problem, parts, schedule.stages or len(parts))
+    for part, count in zip(parts, counts, strict=True):
         cut = choose_cut(
             _part_of(problem, part), replace(schedule, stages=count, fit=None), limit
         ).cut
@@ -76,24 +77,13 @@ def cut_apart(cut: Cut, phases: Sequence[int]) -> Cut:
     return tuple(number[place[key]] for key in zip(phases, cut, strict=True))
 
 
-def _shares(
-    problem: Problem, parts: Sequence[Sequence[int]], schedule: Schedule
-) -> list[int]:
-    """How many stages each part gets, by its work."""
-    wanted = max(schedule.stages or schedule.workers, len(parts))
+def _shares(problem: Problem, parts: Sequence[Sequence[int]], wanted: int) -> list[int]:
+    """How many of the wanted stages each part gets, by its work; one at least."""
     work = [sum(problem.units[u].seconds for u in part) for part in parts]
     counts = [1] * len(parts)
     for _ in range(wanted - len(parts)):
         room = [i for i, part in enumerate(parts) if counts[i] < len(part)]
-        if not room:
-            break
         counts[max(room, key=lambda i: work[i] / counts[i])] += 1
-    if sum(counts) != wanted and schedule.stages is not None:
-        raise PlanError(
-            f"the schedule wants {wanted} stages, but the model, in which rows of the "
-            f"whole batch meet, can be cut into {sum(counts)} at most; give a "
-            "schedule of that many stages or fewer (many have one for each worker)"
-        )
     return counts
 
 

@@ -88,6 +88,11 @@ def choose_cut(
     return _Planner(problem, schedule, memory_limit).run()
 
 
+def stage_counts(problem: Problem, schedule: Schedule) -> list[int]:
+    """The numbers of stages that choose_cut tries where the schedule says none."""
+    return _Planner(problem, schedule, None)._counts(len(problem.units))
+
+
 def predict(
     problem: Problem, schedule: Schedule, memory_limit: float | None = None
 ) -> Choice:

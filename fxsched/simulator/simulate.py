@@ -145,6 +145,7 @@ class Simulation:
             f"{self.schedule}, {count}: step {self.latency:.4g}, "
             f"bubble {100 * self.bubble_rate:.1f} %"
         )
+        line = tables.wrapped([line], tables.columns(tables.WIDE))
         links = tables.link_table(self.links, self.latency)
         return "\n\n".join(
             (line, tables.worker_table(self.workers, self.latency), *links)
@@ -155,7 +156,7 @@ class Simulation:
 
     def _repr_html_(self) -> str:
         table = self.table()
-        line = table.partition("\n")[0]
+        line = table.partition("\n\n")[0]
         return figure(self.diagram().svg(), line, "what each worker does", table)
 
 

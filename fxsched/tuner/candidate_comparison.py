@@ -14,7 +14,7 @@ from ..clock.joint import joint_stages
 from ..clock.network import Transfer
 from ..draw import tables
 from ..draw.palette import Clock, clock
-from ..draw.whole_stages import MEET, stage_count
+from ..draw.whole_stages import meet_notes, stage_count
 from ..jobs.job import PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
@@ -223,7 +223,7 @@ class Comparison:
         headers = f"schedule|stages|{step}|{span}|bubble|{memory}|note"
         width = tables.columns()
         parts = [line, tables.table(headers, cells, "lrrrrrl", width, wrap=True)]
-        parts += [MEET] * any("*" in row[1] for row in cells)
+        parts += meet_notes(cells, width)
         shown = {row.candidate.name for row in self.rows}
         out = {
             LONGER: [name for name in self.longer if name not in shown],

@@ -312,6 +312,15 @@ def test_compare_sorts_by_step_and_says_why_some_are_left_out(
     assert "microbatches=6" in dict(left_out)["parameter_server"]
 
 
+@pytest.mark.parametrize("command", ["simulate --schedule zb_h1", "compare"])
+def test_what_is_printed_fits_a_narrow_terminal(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    text = output(f"{command} --workers 4 --microbatches 8", capsys)
+    assert max(map(len, text.splitlines())) <= 70
+
+
 @pytest.mark.slow
 def test_compare_plans_a_users_model(
     model: Path, capsys: pytest.CaptureFixture[str]

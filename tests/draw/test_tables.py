@@ -116,9 +116,20 @@ def test_the_longest_cells_are_wrapped_between_words() -> None:
     ]
 
 
+def test_gaps_are_narrower_where_wrapped_cells_do_not_fit() -> None:
+    rows = [("12", "layers.0.norm", "12.3 %")]
+    assert table("one|modules|share", rows, "llr", 21, wrap=True).splitlines() == [
+        "one modules    share",
+        "--- --------- ------",
+        "12  layers.0. 12.3 %",
+        "    norm",
+    ]
+    assert widest(table("one|modules|share", rows, width=9, wrap=True)) == 20
+
+
 def test_what_is_printed_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(2)
-    for columns in (90, 80):
+    for columns in (90, 80, 70):
         monkeypatch.setenv("COLUMNS", f"{columns}")
         assert widest(plan.explain()) <= columns and widest(str(plan)) <= columns
         assert widest(plan.simulate().table()) <= columns

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import PlanError, Verification, schedules
+from fxsched.backend import Backend
+from fxsched.ir.graphs import Spec
 from tests.weighted import Words, batch, mean
 
 GPIPE = schedules.gpipe(2, 4)
@@ -268,3 +270,25 @@ def test_models_that_cannot_be_compared() -> None:
         check(lambda s, x: x)
     with pytest.raises(PlanError, match=r"give a torch\.nn\.Module"):
         fxsched.verify(torch.relu, GPIPE, rows())  # type: ignore[arg-type]
+
+
+def test_verify_runs_the_plan_that_trains_with_the_inputs_strides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Spec] = []
+    make = Backend.make
+
+    def seen(backend: Backend, gm: Any, args: Any) -> Any:
+        given = (each for each in args if isinstance(each, Tensor))
+        made.extend(Spec.of(each) for each in given if each.shape == (8, 6))
+        return make(backend, gm, args)
+
+    monkeypatch.setattr(Backend, "make", seen)
+    model = Two(lambda s, x: x.square().mean() + 3e4 - 3e4)  # repeated in float64
+    wide = torch.cat([rows(), rows(1)], 1)
+    for x in (wide[:, 1:7], wide[:, ::2], wide[:, :1].expand(8, 6)):
+        torch._dynamo.reset()
+        before = len(made)
+        assert fxsched.verify(model, GPIPE, x).passed
+        assert {spec.stride for spec in made[before:]} == {x.stride()}
+    assert {spec.dtype for spec in made} == {torch.float32, torch.float64}

@@ -418,6 +418,23 @@ def test_stages_of_sums_around_a_ring_are_large() -> None:
 
 
 @pytest.mark.slow
+def test_beside_global_batch_stages_there_are_as_many_others() -> None:
+    layers = (nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8))
+    model = nn.Sequential(*layers, nn.BatchNorm1d(256), nn.Linear(256, 1))
+    open_, x = schedules.graph(2, 4), torch.randn(256, 256)
+    asked = [
+        fxsched.plan(model, replace(open_, stages=stages), x) for stages in (2, 4, 6, 8)
+    ]
+    steps = [each.simulate().latency for each in asked]
+    plan = fxsched.plan(model, open_, x)
+    assert plan.simulate().latency == min(steps) < 0.7 * steps[0]
+    assert {place.compute for place in plan.placements.values()} == {0, 1}
+    tight = fxsched.plan(model, open_, x, memory_limit=4.6e6)
+    assert tight.simulate().latency > min(steps)  # which needs more than that
+    assert len(fxsched.plan(model, schedules.ddp(2, 4), x).stages) == 8 + 1
+
+
+@pytest.mark.slow
 def test_a_profile_replaces_estimates() -> None:
     class Slow(Chain):
         def forward(self, x: Tensor) -> Tensor:
