@@ -14,7 +14,9 @@ from tests.started_ranks import run_ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "schedules"), [(2, SCHEDULES), (4, FEWER)])
+@pytest.mark.parametrize(
+    ("ranks", "schedules"), [(2, SCHEDULES), (4, FEWER)], ids=["two", "four"]
+)
 def test_ranks_equal_eager(ranks: int, schedules: Sequence[str]) -> None:
     found = run_ranks(ranks, "tests.ranks_devices", "equal").stdout
     assert found.count("equal to eager") == ranks * len(schedules)
