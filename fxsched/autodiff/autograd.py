@@ -31,6 +31,7 @@ from ..ir.lazy import all_lazy
 from ..ir.meta import of_node
 from ..ir.model_lines import LINE
 from .equal_blocks import equal_pieces
+from .fake_strides import true_strides
 from .gradient_strides import Strides, restrided
 from .joint_graph import (
     Joint,
@@ -112,6 +113,7 @@ def _tracing(
     grad = torch.enable_grad() if any(live) else torch.no_grad()
     with (
         tracing(TracingContext(mode)),
+        true_strides(mode),
         contextlib.ExitStack() as stack,
         grad,
         all_lazy(),

@@ -55,15 +55,16 @@ def refuse_effects(joint: fx.GraphModule) -> None:
 def reshape_views(graph: fx.Graph) -> None:
     """Has views copy where their source has other strides than it was traced with.
 
-    Some operations do: mse_loss_backward gives contiguous gradients, and claims the
-    strides of its input.
+    Some operations do: what cat gives of 4 or 5 dimensions may be channels last.
 
-    before: g = mse_loss_backward(1, y, z); gx = view(t(g), (8,))
-    after:  g = mse_loss_backward(1, y, z); gx = reshape(t(g), (8,))
+    before: g = cat([a, b], 3); gx = view(g, (24, 4))
+    after:  g = cat([a, b], 3); gx = reshape(g, (24, 4))
     """
     aten = torch.ops.aten
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        if not of_node(base(node))["val"].is_contiguous():
+        source = base(node)
+        known = source.target is not aten.cat.default
+        if not (known and of_node(source)["val"].is_contiguous()):
             node.target = aten.reshape.default
 
 

@@ -225,8 +225,13 @@ CALLS: list[tuple[str, Callable[[], Any], str]] = [
     ),
     (
         "an unknown transport",
+        lambda: step(transport="mpi"),
+        r"backend\(transport='mpi'\): give 'threads', 'distributed'",
+    ),
+    (
+        "NCCL without torchrun",
         lambda: step(transport="nccl"),
-        r"backend\(transport='nccl'\): give 'threads', 'distributed'",
+        r"transport='nccl' needs a process group: start with torchrun",
     ),
     (
         "ranks without torchrun",

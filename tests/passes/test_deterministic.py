@@ -167,6 +167,20 @@ class Mixed(nn.Module):
         return self.out(x).mean(1, keepdim=True)
 
 
+class Convolved(nn.Module):
+    """Normalizations that get transposed gradients, and give contiguous ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm = nn.Conv1d(32, 32, 4, 2, 1), nn.GroupNorm(4, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+        self.up = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.silu(self.norm(self.down(x.mT)))
+        return self.up(self.layer(x.mT).mT).mT
+
+
 def with_head(*blocks: nn.Module) -> nn.Module:
     return Squared(nn.Sequential(nn.Linear(8, 32), *blocks, nn.Linear(32, 3)))
 
@@ -184,6 +198,7 @@ LAYOUTS = {
     "batch first": lambda: with_head(Attention(True), Attention(True)),
     "batch second": lambda: with_head(Attention(False), Attention(False)),
     "mixed": lambda: with_head(Mixed()),
+    "convolved": lambda: with_head(Convolved()),
 }
 
 
