@@ -94,7 +94,7 @@ def random_state() -> dict[str, Any]:
     accelerators, under the name of their type; Python's and NumPy's."""
     states, device = dict[str, list[Tensor]](), _accelerator()
     module = torch.get_device_module()
-    if device and getattr(module, "is_initialized", lambda: True)():
+    if device and getattr(module, "is_initialized", lambda: False)():
         count = range(torch.accelerator.device_count())
         states[device.type] = [module.get_rng_state(i) for i in count]
     name, key, *rest = np.random.get_state(legacy=True)
