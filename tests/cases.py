@@ -85,6 +85,28 @@ def experts() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Experts(config), (tokens(BATCH, 12), tokens(BATCH, 12))
 
 
+class Tied(nn.Module):
+    """Two towers, each row against all of the batch, of weights that stages share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 8)
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second = self.towers
+        logits = first(self.table(x)) @ second(self.table(y)).T
+        place = torch.arange(len(x), device=x.device)
+        return nn.functional.cross_entropy(logits, place) + logits.square().mean()
+
+
+def tied() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Tied(), (tokens(BATCH), tokens(BATCH))
+
+
 # Those that every schedule runs, and those that a few do.
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     each.__name__: each for each in (mlp, gpt, two_tower, encoder_decoder, unet)

@@ -71,7 +71,7 @@ class DeviceGroups:
     def abort(self) -> None:
         """Ends what is under way, so that nothing waits for it."""
         for group in self._own():
-            with suppress(RuntimeError, NotImplementedError):
+            with suppress(RuntimeError):
                 group.abort()
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 import fxsched
 from fxsched.schedules import LIBRARY, STALE
-from tests.cases import MODELS, Result, assert_equal, eager_step, tokens, train
+from tests.cases import MODELS, Result, assert_equal, eager_step, tied, train
 
 from . import queues
 from .device import DEVICE
@@ -33,28 +33,6 @@ from .run import Wires, simulated
 
 MICROBATCHES = 4
 SIZES = {"group_size": 2, "servers": 1, "stages": 4}  # where a schedule takes them
-
-
-class Tied(nn.Module):
-    """Stages that share a table, and logits of each row against all of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(30, 8)
-        self.towers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-            for _ in range(2)
-        )
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        first, second = self.towers
-        logits = first(self.table(x)) @ second(self.table(y)).T
-        place = torch.arange(len(x), device=x.device)
-        return nn.functional.cross_entropy(logits, place) + logits.square().mean()
-
-
-def tied() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return Tied(), (tokens(8), tokens(8))
 
 
 CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {

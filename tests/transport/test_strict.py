@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import fxsched
 from fxsched import PlanError, schedules
@@ -20,7 +19,7 @@ from fxsched.transport import strict
 from fxsched.transport.endpoints import Aborted
 from fxsched.transport.strict import StrictEndpoint, StrictExchange, TransferError
 from fxsched.transport.wire_format import Parcel
-from tests.cases import SCHEDULES
+from tests.cases import SCHEDULES, Tied
 from tests.equality.test_equals_eager import LIBRARY, compiled, library
 from tests.strict import run_faults, run_plans
 
@@ -131,23 +130,6 @@ def test_random_plans_equal_eager_and_faults_are_found() -> None:
 def test_what_has_no_order_is_refused() -> None:
     with pytest.raises(PlanError, match=re.escape("order='dynamic'")):
         fxsched.backend(schedules.ddp(2), transport="strict", order="dynamic")
-
-
-class Tied(nn.Module):
-    """Two towers, each row against all of the batch, of weights that stages share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, 8)
-        self.towers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-            for _ in range(2)
-        )
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        first, second = self.towers
-        logits = first(self.table(x)) @ second(self.table(y)).T
-        return F.cross_entropy(logits, torch.arange(len(x))) + logits.square().mean()
 
 
 @pytest.mark.slow
