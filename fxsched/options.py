@@ -196,8 +196,9 @@ class Options:
         adds it up and sends it to the others; "pieces", each worker adds up one piece
         beside its jobs, and sends it to the others; the workers of one host first add
         up their own gradients; "ring", the same, but each host sends to the next host
-        only. "auto": pieces between two hosts, and between ranks with transport="gloo";
-        ring between more hosts; else messages. With deterministic=True, messages.
+        only; "collective", an all_reduce of NCCL. "auto": collective between GPUs with
+        NCCL; pieces between two hosts, and between ranks with transport="gloo"; ring
+        between more hosts; else messages. With deterministic=True, messages.
     network: the network that messages go through: a fxsched.Network or Link, or a file
         that `fxsched network` wrote. fxsched uses its speeds to choose stages and
         shards and to predict the step, and its hosts to add up gradients host by host.
@@ -341,9 +342,14 @@ def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
         "order, which must be that of the plan; leave order= out",
     )
     yield (
-        options.sums in ("pieces", "ring") and options.deterministic,
+        options.sums in ("pieces", "ring", "collective") and options.deterministic,
         f"backend(sums={options.sums!r}) doesn't go with deterministic=True, where "
         "one worker adds up all gradients of a weight; leave one of them out",
+    )
+    yield (
+        options.sums == "collective" and request.encode.gradients is not None,
+        "backend(sums='collective', encode={'gradients': ..}): a collective adds up "
+        "gradients as they are; leave one of them out",
     )
     yield (
         averaged and request.encode.gradients is not None,

@@ -177,12 +177,19 @@ def _between(workers: Workers | None, request: Request) -> dict[str, Any]:
     """How values go between workers, and the hosts of ranks, if the user doesn't say
     them."""
     if not isinstance(workers, Ranks):
-        return {"ordered": workers is not None and workers.ordered}
-    processes = workers.processes
-    hosts = request.hosts or processes.hosts
-    ordered = processes.groups is not None
-    near = processes.near and not ordered
-    return {"hosts": hosts, "gloo": not near, "ordered": ordered}
+        found: dict[str, Any] = {"ordered": workers is not None and workers.ordered}
+    else:
+        processes = workers.processes
+        hosts = request.hosts or processes.hosts
+        ordered = processes.groups is not None
+        near = processes.near and not ordered
+        found = {"hosts": hosts, "gloo": not near, "ordered": ordered}
+    if request.sums == "collective" and not found["ordered"]:
+        raise PlanError(
+            "backend(sums='collective'): only transport='nccl' has one, between GPUs; "
+            "leave sums= out"
+        )
+    return found
 
 
 def _traced(

@@ -37,7 +37,7 @@ from ..jobs.job import Direction, Job
 WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS = range(6)
 COPIES = (ops.copy, ops.correct, ops.replica, ops.average)
 IN_PLACE = OVER | {ops.take: 2}  # as OVER
-SUMS = (ops.reduce, ops.piece, ops.join, ops.cast)
+SUMS = (ops.reduce, ops.all_reduce, ops.piece, ops.join, ops.cast)
 
 
 def held_bytes(step: Step, state: Mapping[int, int]) -> list[Peaks]:
@@ -146,7 +146,7 @@ class _Lives:
     def made(self, line: Op | Message, worker: int) -> Iterator[Born]:
         """What a line makes on a worker."""
         if isinstance(line, Message):
-            if line.to == worker and line not in self.posted:
+            if line.to == worker and line not in self.posted and not line.among:
                 yield self._received(line)
             return
         yield from map(self._received, self.step.posts.get(line, ()))
@@ -163,6 +163,9 @@ class _Lives:
             yield Born(line, GRADIENTS, size, line.args[0])
         elif line.target is ops.reduce:
             yield Born(line, GRADIENTS, size, line.args[1:][line.args[0]])
+        elif line.target is ops.all_reduce:
+            own = line.args[1 + line.args[0].index(worker)]
+            yield Born(line, GRADIENTS, size, own)
         elif line.target is ops.piece:
             yield Born(line, GRADIENTS, size, line.args[-1])
         elif line.target in IN_PLACE:

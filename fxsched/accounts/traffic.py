@@ -39,7 +39,7 @@ def traffic(step: Step) -> list[Traffic]:
     found = [Traffic() for _ in range(step.jobs.workers)]
     summed, new = set[tuple[Value, int]](), set[Value]()
     for op in step.ops:
-        if op.target is ops.reduce:
+        if op.target in (ops.reduce, ops.all_reduce):
             summed.update((value, op.worker) for value in values_in(op.args))
         elif op.target is ops.renew:
             new.update(values_in(op.args))

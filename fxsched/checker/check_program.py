@@ -96,6 +96,8 @@ class _Evaluation:
         """Notes what becomes of the memory of messages, once all of it is known."""
         changed, ends = self.memory.changed, self.summary.ends
         for i, (value, node) in enumerate(self.messages):
+            if value.target is ops.all_reduce:  # which copies what it sends
+                continue
             over = changed.get(value) if changed else None
             # an average waits for all replicas, and so does what takes it
             if over is not None and over.target is not ops.take:
@@ -253,6 +255,20 @@ class _Evaluation:
         at, sent, specs = self.positions[task], self._of(value), of_call(value)["specs"]
         self.summary.ends.append(End("send", tag, to, task, at, sent, specs))
         self.messages.append((value, node))
+
+    def _all_reduced(self, node: fx.Node) -> Any:
+        """Each worker sends its own to all others, which are added up in one order."""
+        own, place, others = arguments(node)
+        task, sent, specs = of_call(node)["task"], self._of(own), of_call(own)["specs"]
+        at, parts, ends = self.positions[task], [], []
+        for peer, leaves, comes in others:
+            ends.append(End("send", leaves, peer, task, at, sent, specs))
+            ends.append(End("recv", comes, peer, task, -1, None, specs))
+            parts.append(received(comes))
+        parts.insert(place, sent)
+        self.summary.ends += sorted(ends, key=lambda end: end.tag)
+        self.messages += [(node, node)] * len(ends)
+        return symbol("sum", *parts)
 
     def _nothing(self, node: fx.Node) -> None:
         """Of an operation that gives no value."""
@@ -460,6 +476,7 @@ EVALUATE: dict[Any, Callable[[_Evaluation, fx.Node], Any]] = {
     ops.recv: _Evaluation._received,
     ops.fetch: _Evaluation._received,
     ops.send: _Evaluation._sent,
+    ops.all_reduce: _Evaluation._all_reduced,
     ops.free: _Evaluation._nothing,
     ops.wait: _Evaluation._nothing,
     ops.finite: _Evaluation._nothing,

@@ -25,6 +25,7 @@ RECEIVES = (ops.recv, ops.fetch)
 # the argument in whose memory a result is; of ops.reduce a number says it
 OVERWRITES: dict[Any, int] = {
     ops.accumulate: 0,
+    ops.all_reduce: 0,
     ops.update: 3,
     ops.renew: 1,
     ops.take: 3,

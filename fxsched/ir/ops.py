@@ -395,6 +395,19 @@ def fetch(source: int, tag: int) -> Bundle:
     raise _outside("fetch")
 
 
+def all_reduce(
+    own: Bundle, place: int, others: Sequence[tuple[int, int, int]]
+) -> Bundle:
+    """The sum of what several workers give, on each of them, in the memory of its own.
+
+    place: of this worker among all that take part, in the order in which they are added
+        up. others: each other worker, with the tags under which it gets what this one
+        gives and this one what it gives: to the proof, the workers send each other all
+        of it. These tags follow each other, those of the first worker's sends first.
+    """
+    raise _outside("all_reduce")
+
+
 def pause(results: dict[str, Any]) -> dict[int, Tensor]:
     """Ends the call: returns the results, and waits for the outputs' gradients.
 
@@ -412,6 +425,7 @@ BUNDLES = (
     bundle,
     accumulate,
     reduce,
+    all_reduce,
     piece,
     join,
     cast,

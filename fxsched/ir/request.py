@@ -27,7 +27,7 @@ BatchNorm = Literal["microbatch", "batch"]
 StageCompiler = Literal["eager", "inductor"]
 Ragged = Literal["error", "fewer", "pad"]
 PassedRows = Literal["all", "local"]
-Sums = Literal["auto", "messages", "pieces", "ring"]
+Sums = Literal["auto", "messages", "pieces", "ring", "collective"]
 Transport = Literal["threads", "distributed", "gloo", "nccl", "strict"]
 CheckInputs = Literal["first", "always", "never"]
 BufferReduction = Literal["mean", "sum", "last"]
@@ -147,6 +147,14 @@ class Request:
     def apart(self) -> bool:
         """Whether some workers send each other messages over a network."""
         return self.gloo or len(self.hosts) > 1
+
+    @property
+    def sums_by_collective(self) -> bool:
+        """Whether the transport adds up what several workers give. What is encoded is
+        not what is added up."""
+        adds = self.ordered and not self.deterministic
+        adds = adds and self.encode.gradients is None
+        return adds and self.sums in ("auto", "collective")
 
     @property
     def sums_in_pieces(self) -> bool:

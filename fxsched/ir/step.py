@@ -132,6 +132,8 @@ class Message:
     specs: the shapes in which it travels.
     fetches: whether it brings weights.
     codes: how the value is encoded, if it travels in other shapes than its own.
+    among: the workers of the all_reduce that it is a part of, in their order; () of a
+        message by itself.
     """
 
     tag: int
@@ -143,6 +145,7 @@ class Message:
     specs: Specs
     fetches: bool = False
     codes: Codes | None = None
+    among: tuple[int, ...] = ()
 
     @property
     def aside(self) -> int:
@@ -161,8 +164,14 @@ class Message:
 
     @property
     def bytes(self) -> int:
-        """Bytes that travel."""
-        return sum(spec.bytes for spec in self.specs)
+        """Bytes that travel; of an all_reduce, those of a ring: 2 (W - 1) / W times its
+        own to the next of its W workers, none to others."""
+        size, count = sum(spec.bytes for spec in self.specs), len(self.among)
+        if not count:
+            return size
+        at = self.among.index
+        follows = at(self.to) == (at(self.source) + 1) % count
+        return 2 * (count - 1) * size // count * follows
 
     def __str__(self) -> str:
         value = _name(self.value)
@@ -257,6 +266,19 @@ class Step:
         nodes = self.graph.graph.find_nodes(op="placeholder")
         return {
             of_call(node)["group"]: node for node in nodes if "group" in of_call(node)
+        }
+
+    @cached_property
+    def shared(self) -> dict[Op, list[Message]]:
+        """The messages that an all_reduce is made of, by op: of all its workers."""
+        of_value: dict[Value, list[Message]] = {}
+        for line in self.lines:
+            if isinstance(line, Message) and line.among:
+                of_value.setdefault(line.value, []).append(line)
+        return {
+            op: [each for value in values_in(op.args) for each in of_value[value]]
+            for op in self.ops
+            if op.target is ops.all_reduce
         }
 
     @property

@@ -19,7 +19,7 @@ from torch import fx
 from ..ir import ops
 from ..ir.graphs import arguments, result
 from ..ir.meta import of_call
-from ..transport.wire_format import Parcel
+from ..transport.wire_format import AllReduce, Parcel
 from .graph_functions import FlatFunction, runner
 
 Expression = str | tuple[Any, ...]  # a variable or constant, or a tuple of expressions
@@ -55,8 +55,8 @@ class PythonSource:
             self.names[self.known[id(value)]] = value
         return self.known[id(value)]
 
-    def parcel(self, parcel: Parcel) -> str:
-        """The name of a message's parcel."""
+    def parcel(self, parcel: Parcel | AllReduce) -> str:
+        """The name of a message's parcel, or of a sum's."""
         return self.name(parcel, f"m{parcel.tag}")
 
     def line(self, text: str) -> None:

@@ -14,10 +14,10 @@ from ..ir import ops
 from ..ir.graphs import arguments, result
 from ..ir.meta import of_call
 from ..ir.step import SERVED
-from ..transport.wire_format import Parcel
+from ..transport.wire_format import AllReduce, Parcel
 from .profiler_ranges import close_range, open_range
 from .python_source import Expression, PythonSource, compiled, text_of
-from .tasks import Receive, Task, TaskProgram, sent
+from .tasks import Receive, Task, TaskProgram, added_up, sent
 
 Steps = Generator[dict[str, Any], dict[int, Tensor] | None, None]
 
@@ -54,6 +54,7 @@ class Straight:
         self.taken: set[int] = set()
         self.later: dict[fx.Node, tuple[str, int]] = {}  # futures of tasks beside
         self.kept: dict[fx.Node, str] = {}  # tensors of losses, by their bundle
+        self.sums: dict[fx.Node, AllReduce] = {}  # begun, and not taken
         inputs = program.gm.graph.find_nodes(op="placeholder")
         self.weights_stay = all(node.name != "optimizer" for node in inputs)
         for node in inputs:
@@ -120,6 +121,12 @@ class Straight:
             found = self.program.receive_at.get(slots[read])
             if found is not None and found.slot not in self.taken:
                 self._take(found)
+            self._take_sum(read)
+
+    def _take_sum(self, node: fx.Node) -> None:
+        """Takes what an all_reduce adds up, if it isn't."""
+        if (added := self.sums.pop(node, None)) is not None:
+            self.env[node] = self.source.make(f"take({self.source.parcel(added)})")
 
     def _run(self, number: int, task: Task, nodes: Sequence[fx.Node]) -> None:
         """Runs nodes of a task, of which the first say when it ran."""
@@ -196,6 +203,10 @@ class Straight:
         if node.target is ops.send:
             value = text_of(source.express(node.args[0], env))
             source.line(f"send({value}, {source.parcel(sent(node))})")
+        elif node.target is ops.all_reduce:
+            value = text_of(source.express(node.args[0], env))
+            self.sums[node] = added_up(node)
+            source.line(f"send({value}, {source.parcel(self.sums[node])})")
         elif node.target is ops.pause:
             self._finish(number)  # what is first read after the pause too
             results = self._results(arguments(node)[0])
@@ -250,6 +261,8 @@ class Straight:
         for receive in self.program.receives:
             if receive.phase == phase and receive.slot not in self.taken:
                 self._take(receive)
+        for node in list(self.sums):
+            self._take_sum(node)
 
     def _results(self, value: Any) -> str:
         if isinstance(value, dict):

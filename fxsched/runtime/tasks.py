@@ -17,7 +17,7 @@ from ..ir import ops
 from ..ir.graphs import arguments
 from ..ir.meta import of_call
 from ..jobs.job import Job
-from ..transport.wire_format import Parcel
+from ..transport.wire_format import AllReduce, Parcel
 
 
 @dataclass
@@ -156,6 +156,16 @@ def sent(node: fx.Node) -> Parcel:
     return Parcel(
         to, tag, of_call(value)["specs"], bundle, weights, outlives_step=whole
     )
+
+
+def added_up(node: fx.Node) -> AllReduce:
+    """What an all_reduce adds up."""
+    _, place, others = arguments(node)
+    workers = [peer for peer, *_ in others]
+    workers.insert(place, of_call(node)["worker"])
+    _, sent, _ = others[0]
+    tag = sent - place * len(others)  # the first of all
+    return AllReduce(tuple(workers), tag, of_call(node)["specs"])
 
 
 def _made_of(node: fx.Node) -> fx.Node:

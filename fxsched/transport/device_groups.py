@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from ..jobs.job import PlanError
 from .ordered import Work
 
 Edge = tuple[int, int]  # a rank that sends, and the one that receives
+Way = Edge | frozenset[int]  # or those that add up sums
 
 
 def backend_of(device: torch.device) -> str | None:
@@ -40,7 +41,8 @@ def check_backend(asked: str, device: torch.device) -> None:
 
 class DeviceGroups:
     """Connections of this rank: for each directed edge a process group of two ranks, so
-    that a message never waits for one of another edge.
+    that a message never waits for one of another edge; and for each set of ranks that
+    add up sums.
 
     device: whose memory messages lie in. limit: seconds that a message may take.
     """
@@ -49,24 +51,32 @@ class DeviceGroups:
         self, rank: int, device: torch.device, backend: str, limit: float
     ) -> None:
         self.rank, self.device, self.backend, self.limit = rank, device, backend, limit
-        self.groups: dict[Edge, Any] = {}
+        self.groups: dict[Way, Any] = {}
 
-    def open(self, edges: Iterable[Edge]) -> None:
-        """Makes what isn't there yet, and uses each once: a backend connects two ranks
-        when they first send. All ranks call it with the same edges."""
-        for edge in sorted(set(edges) - set(self.groups)):
+    def open(self, ways: Iterable[Way]) -> None:
+        """Makes what isn't there yet, and uses each once: a backend connects ranks when
+        they first send. All ranks call it with the same ways."""
+        for way in sorted(set(ways) - set(self.groups), key=_place):
             late = timedelta(seconds=self.limit)
-            ranks = sorted(edge)
-            self.groups[edge] = dist.new_group(ranks, late, backend=self.backend)
-            if self.rank in edge:
+            self.groups[way] = dist.new_group(sorted(way), late, backend=self.backend)
+            if self.rank in way:
                 byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-                way = self.connection(*edge)
-                first = way.send if self.rank == edge[0] else way.receive
-                first(byte, 0).wait()
+                self._first(way)(byte, 0).wait()
+
+    def _first(self, way: Way) -> Callable[[Tensor, int], Work]:
+        """How this rank first uses a connection."""
+        if isinstance(way, frozenset):
+            return self.meeting(way).all_reduce
+        connection = self.connection(*way)
+        return connection.send if self.rank == way[0] else connection.receive
 
     def connection(self, source: int, to: int) -> GroupConnection:
         """The way from one rank to another."""
         return GroupConnection(source, to, self.groups[source, to])
+
+    def meeting(self, ranks: Iterable[int]) -> GroupMeeting:
+        """The way between ranks that add up sums."""
+        return GroupMeeting(self.groups[frozenset(ranks)])
 
     def abort(self) -> None:
         """Ends what is under way, so that nothing waits for it."""
@@ -81,7 +91,24 @@ class DeviceGroups:
         self.groups.clear()
 
     def _own(self) -> list[Any]:
-        return [group for edge, group in self.groups.items() if self.rank in edge]
+        return [group for way, group in self.groups.items() if self.rank in way]
+
+
+def _place(way: Way) -> tuple[bool, list[int]]:
+    """Of a way among all, the same on all ranks."""
+    sums = isinstance(way, frozenset)
+    return sums, sorted(way) if sums else [*way]
+
+
+class GroupMeeting(NamedTuple):
+    """The way between ranks that add up sums."""
+
+    group: Any
+
+    def all_reduce(self, buffer: Tensor, tag: int) -> Work:
+        """Begins to add up the buffers of all, in each of them."""
+        work: Work = dist.all_reduce(buffer, group=self.group, async_op=True)
+        return work
 
 
 class GroupConnection(NamedTuple):

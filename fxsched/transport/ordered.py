@@ -1,7 +1,8 @@
 """Transfers that are matched by their order, as those of NCCL are.
 
 Each directed edge between two workers has a connection of its own, on which the k-th
-send meets the k-th receive. On a device, a transfer begins when what the program has
+send meets the k-th receive; workers that add up sums have one, on which the k-th sums
+of all meet. On a device, a transfer begins when what the program has
 launched before it is done, and goes on beside what is launched later; waiting for it
 holds up only the device. So the host launches a whole step without waiting.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .endpoints import Where
-from .wire_format import Parcel
+from .wire_format import AllReduce, Parcel
 
 SENDS, BYTES = 4, 1 << 22  # on their way to a peer, or more while they are small
 
@@ -42,10 +43,18 @@ class Connection(Protocol):
         """Begins to receive, likewise."""
 
 
+class Meeting(Protocol):
+    """The way between workers that add up sums."""
+
+    def all_reduce(self, buffer: Tensor, tag: int) -> Work:
+        """Begins to add up the buffers of all, in each of them, likewise."""
+
+
 class OrderedEndpoint:
     """A worker's end of its connections, which one thread uses.
 
     device: where buffers of messages lie. connection: by source and destination.
+    meeting: by workers.
     """
 
     def __init__(
@@ -53,15 +62,22 @@ class OrderedEndpoint:
         worker: int,
         device: torch.device,
         connection: Callable[[int, int], Connection],
+        meeting: Callable[[tuple[int, ...]], Meeting],
     ) -> None:
-        self.worker, self.device, self.connection = worker, device, connection
+        self.worker, self.device = worker, device
+        self.connection, self.meeting = connection, meeting
         self.coming: dict[int, list[tuple[Work, Tensor]]] = {}
         self.leaving: dict[int, deque[tuple[Work, Tensor]]] = {}  # by peer
 
-    def send(self, value: Any, parcel: Parcel) -> None:
+    def send(self, value: Any, parcel: Parcel | AllReduce) -> None:
         """Keeps what is sent until it has left, since the next tensor of the present
         stream could lie there. Before it keeps more than BYTES for a peer, the stream
         waits."""
+        if isinstance(parcel, AllReduce):
+            meeting, tag = self.meeting(parcel.workers), parcel.tag
+            buffers = parcel.buffers(value)
+            self.coming[tag] = [(meeting.all_reduce(b, tag), b) for b in buffers]
+            return
         way = self.connection(self.worker, parcel.peer)
         leaving = self.leaving.setdefault(parcel.peer, deque())
         for buffer in parcel.buffers(value, self.device):
@@ -78,7 +94,7 @@ class OrderedEndpoint:
             for buffer in parcel.empty(self.device)
         ]
 
-    def take(self, parcel: Parcel) -> Any:
+    def take(self, parcel: Parcel | AllReduce) -> Any:
         coming = self.coming.pop(parcel.tag)
         for work, _ in coming:
             work.wait()

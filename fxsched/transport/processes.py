@@ -33,14 +33,14 @@ from torch.distributed import distributed_c10d as c10d
 from ..jobs.job import PlanError
 from .board import TICK, Mark
 from .control import SAME, Control
-from .device_groups import DeviceGroups, Edge
+from .device_groups import DeviceGroups, Way
 from .endpoints import Where
 from .helper_threads import Helpers
 from .host_links import host_name
 from .lane import Lane
 from .ordered import OrderedEndpoint
 from .shared_memory import Neighbour, Neighbours
-from .wire_format import Parcel
+from .wire_format import AllReduce, Parcel
 from .world import check_world, default_timeout, start_group
 
 HOST = torch.device("cpu")
@@ -144,13 +144,14 @@ class DeviceEndpoint(OrderedEndpoint):
     """An endpoint of a rank whose messages go from device to device."""
 
     def __init__(self, processes: Processes, groups: DeviceGroups, mark: Mark) -> None:
-        super().__init__(processes.rank, groups.device, groups.connection)
+        ways = groups.connection, groups.meeting
+        super().__init__(processes.rank, groups.device, *ways)
         self.processes, self.mark = processes, mark
         self.where: Callable[[], str] = lambda: ""  # the job that the run is at
         # where the device waits: an event, for which rank, and in which job
-        self.awaited: list[tuple[Any, int, str]] = []
+        self.awaited: list[tuple[Any, int | None, str]] = []
 
-    def take(self, parcel: Parcel) -> Any:
+    def take(self, parcel: Parcel | AllReduce) -> Any:
         with self.processes.waiting(parcel.peer, self.mark, self.where):
             value = super().take(parcel)
         if self.device.type != "cpu":  # a work would keep the memory of the message
@@ -222,7 +223,7 @@ class Processes:
         self.waits: dict[int, Wait] = {}  # by thread
         self.verdict: Exception | None = None  # of the thread that looks after waits
         self.groups: DeviceGroups | None = None  # where messages go by device
-        self.edges: set[Edge] = set()  # that plans use
+        self.ways: set[Way] = set()  # that plans use
         self.closed = threading.Event()
         self._connect((0, 0))
         _all.add(self)
@@ -279,15 +280,17 @@ class Processes:
         limit = self.limit + 4 * TICK
         self.groups = DeviceGroups(self.rank, device, backend, limit)
 
-    def open(self, edges: Iterable[Edge]) -> None:
-        """Connects the ranks that a plan has send each other messages; all ranks call
-        it with the same plan."""
+    def open(self, ways: Iterable[Way]) -> None:
+        """Connects the ranks that a plan has send each other messages, or add up sums;
+        all ranks call it with the same plan."""
         if self.groups is not None:
-            self.edges.update(edges)
+            self.ways.update(ways)
             with self.waiting(None, where=lambda: "connecting devices"):
-                self.groups.open(self.edges)
+                self.groups.open(self.ways)
 
-    def await_all(self, late: Sequence[tuple[Any, int, str]], mark: Mark) -> None:
+    def await_all(
+        self, late: Sequence[tuple[Any, int | None, str]], mark: Mark
+    ) -> None:
         """Waits, beside the program, until the device has waited for messages: events,
         of which rank, and in which job."""
         for event, rank, job in late:

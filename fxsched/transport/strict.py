@@ -1,16 +1,16 @@
 """Transfers between threads of one process by the rules of NCCL.
 
 A message has no tag: the k-th send from one worker to another meets the k-th receive
-that the other has posted, and neither is done before both have come. A worker's sends
-and receives wait in a few queues, as kernels do in the hardware queues of a GPU: only
-the first of a queue can be done. What would hang on GPUs, or be taken for another
-message, is an error here.
+that the other has posted, and neither is done before both have come. So do the k-th
+sums of several workers. A worker's sends, receives and sums wait in a few queues, as
+kernels do in the hardware queues of a GPU: only the first of a queue can be done. What
+would hang on GPUs, or be taken for another message, is an error here.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,23 +29,28 @@ class TransferError(RuntimeError):
     """Messages that would hang or be mispaired on GPUs."""
 
 
+Edge = tuple[int, int]
+
+
 @dataclass(eq=False)
 class _Transfer:
-    """A send or a receive: its worker, the edge's ends, and its memory."""
+    """A worker's part in what goes over a connection, and its memory: a send or a
+    receive over an edge, or a sum of workers."""
 
     worker: int
-    edge: tuple[int, int]
+    way: Edge | frozenset[int]
     tag: int
     buffer: Tensor
     done: bool = False
 
-    @property
-    def sends(self) -> bool:
-        return self.worker == self.edge[0]
-
-    @property
-    def peer(self) -> int:
-        return self.edge[self.sends]
+    def __str__(self) -> str:
+        if isinstance(self.way, frozenset):
+            others = ", ".join(map(str, sorted(self.way - {self.worker})))
+            return f"sum {self.tag} to be added up by workers {others}"
+        source, to = self.way
+        if self.worker == source:
+            return f"message {self.tag} to be received by worker {to}"
+        return f"message {self.tag} to be sent by worker {source}"
 
 
 class StrictExchange(Exchange):
@@ -57,7 +62,8 @@ class StrictExchange(Exchange):
         self.running = {*range(workers)}
         self.waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self.queued: dict[tuple[int, int], deque[_Transfer]] = {}
-        self.number: dict[tuple[int, tuple[int, int]], int] = {}  # of an edge's queue
+        # of a connection's queue, by worker and connection
+        self.number: dict[tuple[int, Edge | frozenset[int]], int] = {}
         self.under_way = [0] * workers
         self.error: TransferError | None = None
 
@@ -66,7 +72,7 @@ class StrictExchange(Exchange):
         return StrictEndpoint(self, worker)
 
     def post(self, transfer: _Transfer) -> None:
-        """Begins a send or a receive."""
+        """Begins a worker's part."""
         worker = transfer.worker
 
         def room() -> bool:
@@ -75,12 +81,12 @@ class StrictExchange(Exchange):
         with self.changed:
             self.wait(worker, room, "room for one more send or receive")
             self.under_way[worker] += 1
-            self._queue(worker, transfer.edge).append(transfer)
+            self._queue(worker, transfer.way).append(transfer)
             self._go_on(transfer)
 
-    def _queue(self, worker: int, edge: tuple[int, int]) -> deque[_Transfer]:
-        edges = sum(own == worker for own, _ in self.number)
-        number = self.number.setdefault((worker, edge), edges % self.count)
+    def _queue(self, worker: int, way: Edge | frozenset[int]) -> deque[_Transfer]:
+        ways = sum(own == worker for own, _ in self.number)
+        number = self.number.setdefault((worker, way), ways % self.count)
         return self.queued.setdefault((worker, number), deque())
 
     def _go_on(self, transfer: _Transfer) -> None:
@@ -88,21 +94,20 @@ class StrictExchange(Exchange):
         firsts = [transfer]
         while firsts:
             own = firsts.pop()
-            mine = self._queue(own.worker, own.edge)
-            its = self._queue(own.peer, own.edge)
-            if not mine or mine[0] is not own or not its or its[0].edge != own.edge:
+            lines = [self._queue(worker, own.way) for worker in own.way]
+            heads = [line[0] for line in lines if line]
+            met = len(heads) == len(lines) and all(h.way == own.way for h in heads)
+            if own.done or not met:
                 continue
-            other = its[0]
-            if other.tag != own.tag:
-                self._fail(_mispaired(own, other))
+            if len({each.tag for each in heads}) > 1:
+                self._fail(_mispaired(heads))
                 return
-            for each, line in ((own, mine), (other, its)):
+            for each, line in zip(heads, lines, strict=True):
                 line.popleft()
                 each.done = True
                 self.under_way[each.worker] -= 1
                 firsts += [*line][:1]
-            send, receive = (own, other) if own.sends else (other, own)
-            receive.buffer.copy_(send.buffer)
+            _carry_out(heads)
             self.changed.notify_all()
 
     def wait(self, worker: int, until: Callable[[], bool], what: str) -> None:
@@ -144,7 +149,12 @@ class StrictEndpoint(OrderedEndpoint):
     """An endpoint of a worker, which one thread uses in the program's order."""
 
     def __init__(self, exchange: StrictExchange, worker: int) -> None:
-        super().__init__(worker, HOST, lambda *edge: Way(exchange, worker, edge))
+        super().__init__(
+            worker,
+            HOST,
+            lambda *edge: Way(exchange, worker, edge),
+            lambda workers: Way(exchange, worker, frozenset(workers)),
+        )
         self.exchange = exchange
 
     def finish(self) -> None:
@@ -160,7 +170,7 @@ class Way(NamedTuple):
 
     exchange: StrictExchange
     worker: int
-    edge: tuple[int, int]
+    way: Edge | frozenset[int]
 
     def send(self, buffer: Tensor, tag: int) -> Posted:
         """Begins to send."""
@@ -170,14 +180,18 @@ class Way(NamedTuple):
         """Begins to receive."""
         return self._post(buffer, tag)
 
+    def all_reduce(self, buffer: Tensor, tag: int) -> Posted:
+        """Begins to add up the buffers of all."""
+        return self._post(buffer, tag)
+
     def _post(self, buffer: Tensor, tag: int) -> Posted:
-        transfer = _Transfer(self.worker, self.edge, tag, buffer)
+        transfer = _Transfer(self.worker, self.way, tag, buffer)
         self.exchange.post(transfer)
         return Posted(self.exchange, transfer)
 
 
 class Posted(NamedTuple):
-    """A send or a receive that has begun."""
+    """A worker's part that has begun."""
 
     exchange: StrictExchange
     transfer: _Transfer
@@ -185,19 +199,29 @@ class Posted(NamedTuple):
     def wait(self) -> None:
         """Waits until it is done."""
         own = self.transfer
-        what = "received" if own.sends else "sent"
-        what = f"message {own.tag} to be {what} by worker {own.peer}"
         with self.exchange.changed:
-            self.exchange.wait(own.worker, self.is_completed, what)
+            self.exchange.wait(own.worker, self.is_completed, str(own))
 
     def is_completed(self) -> bool:
-        """Whether both workers have come to it."""
+        """Whether all its workers have come to it."""
         return self.transfer.done
 
 
-def _mispaired(one: _Transfer, other: _Transfer) -> str:
-    send, receive = (one, other) if one.sends else (other, one)
-    source, to = send.edge
+def _carry_out(parts: Sequence[_Transfer]) -> None:
+    """What is sent is copied, and sums are added up; parts: in the order of `way`."""
+    first, *others = (each.buffer for each in parts)
+    if isinstance(parts[0].way, frozenset):
+        for each in others:
+            first.add_(each)
+    for each in others:
+        each.copy_(first)
+
+
+def _mispaired(parts: Sequence[_Transfer]) -> str:
+    if isinstance(parts[0].way, frozenset):
+        numbers = (f"worker {each.worker} sum {each.tag}" for each in parts)
+        return f"workers add up different sums: {', '.join(numbers)}"
+    (source, to), (send, receive) = parts[0].way, parts
     return (
         f"worker {source} sends message {send.tag} to worker {to}, which has posted "
         f"the receive of message {receive.tag} for it; sends and receives of two "

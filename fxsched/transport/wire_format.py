@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ir.graphs import Spec, Specs
+from ..ir.pieces import layout_of
 
 ALIGNMENT = 64  # bytes between the tensors of a bundle
 LARGE = 1 << 16  # bytes of a tensor that a copy into a bundle would cost too much
@@ -89,6 +91,53 @@ class Parcel:
             for i, spec in enumerate(self.specs)
         ]
         return tuple(tensors) if self.bundle else tensors[0]
+
+
+@dataclass(frozen=True, eq=False)
+class AllReduce:
+    """A bundle that several workers add up, each in the memory of its own.
+
+    workers: in the order in which they are added up. tag: its number.
+    """
+
+    workers: tuple[int, ...]
+    tag: int
+    specs: Specs
+    peer = None  # it waits for all of them
+
+    @cached_property
+    def together(self) -> list[list[int]]:
+        """Positions of tensors that are added up as one, since each is small."""
+        found: dict[torch.dtype, list[int]] = {}
+        for i, spec in enumerate(self.specs):
+            if spec.bytes < LARGE:
+                found.setdefault(spec.dtype, []).append(i)
+        return [*found.values()]
+
+    @property
+    def alone(self) -> list[int]:
+        """Positions of the others."""
+        return [i for i, spec in enumerate(self.specs) if spec.bytes >= LARGE]
+
+    def buffers(self, value: Sequence[Tensor]) -> list[Tensor]:
+        """1-d tensors to be added up: those alone in their own memory, if it has no
+        gaps."""
+        pairs = zip(layout_of(self.specs), value, strict=True)
+        flat = [tensor.permute(order).reshape(-1) for (order, _), tensor in pairs]
+        joined = (torch.cat([flat[i] for i in each]) for each in self.together)
+        return [*map(flat.__getitem__, self.alone), *joined]
+
+    def value(self, buffers: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The bundle that the sums in buffers are, in their memory."""
+        alone = dict(zip(self.alone, buffers, strict=False))
+        for each, buffer in zip(self.together, buffers[len(alone) :], strict=True):
+            sizes = [prod(self.specs[i].shape) for i in each]
+            alone |= zip(each, torch.split(buffer, sizes), strict=True)
+        found = []
+        for i, (order, shape) in enumerate(layout_of(self.specs)):
+            back = sorted(range(len(order)), key=order.__getitem__)
+            found.append(alone[i].view(shape).permute(back))
+        return tuple(found)
 
 
 def _is_plain(spec: Spec) -> bool:

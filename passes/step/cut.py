@@ -77,7 +77,8 @@ class _ProgramWriter:
         self._placeholders()
         for line in self.lines:
             if isinstance(line, Message):
-                self._message(line)
+                if not line.among:
+                    self._message(line)
             elif line.target is None:
                 self._job(line)
             else:
@@ -192,6 +193,8 @@ class _ProgramWriter:
         assert line.target is not None
         where = (line.worker, line.task, line.n)
         read = (*line.args, *line.after)
+        if line.target is ops.all_reduce:
+            read = self._shared(line)
         args = with_values(read, lambda value: self._read(value, where))
         if line.target in OPTIMIZED:
             args = (self.optimizer, *args)
@@ -209,6 +212,17 @@ class _ProgramWriter:
             read = (line.task, (node,), ((0, str(line.name)),))
             make(self.graph, ops.finite, read, (), *where)
         self.env[line] = node
+
+    def _shared(self, line: Op) -> tuple[Any, ...]:
+        """The arguments of an all_reduce in its worker's program."""
+        (workers, *parts), messages = line.args, self.step.shared[line]
+        tags = {(each.source, each.to): each.tag for each in messages}
+        own = self.worker
+        others = tuple(
+            (peer, tags[own, peer], tags[peer, own]) for peer in workers if peer != own
+        )
+        place = workers.index(own)
+        return parts[place], place, others
 
     def _job(self, line: Op) -> None:
         job = line.job

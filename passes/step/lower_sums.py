@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -149,6 +149,9 @@ class _Sums:
         where, place = (root, task, self.lines[last].n), self.next_job(total, last)
         if list(parts) == [root]:
             return self._finished(parts[root], group, where, place)
+        owners = self._takers.get(total, set())
+        if self.request.sums_by_collective and len(owners) > 1 and owners <= {*parts}:
+            return self._all_reduced(total, parts, places, self.lines[last].n)
         if self.request.sums_in_pieces:
             hosts = _SumByHosts(self, total, parts, places, self.lines[last].n)
             if self._can_be_cut(total, parts):
@@ -161,6 +164,52 @@ class _Sums:
         specs, name = self.step.sum_specs(group), f"gradients_{group}"
         new = self.put(Op(*where, ops.reduce, sums, specs, name, group), place)
         return self._finished(new, group, where, place)
+
+    def _all_reduced(
+        self, total: Total, parts: Mapping[int, Part], places: Mapping[int, int], n: int
+    ) -> dict[int, Part]:
+        """The sum on each of its owners, as the transport adds it up right after the
+        last of them has given; it holds up who reads it. What others give one of the
+        owners adds to its own first."""
+        group, found = total.group, dict[int, Part]()
+        specs, name = self.step.sum_specs(group), f"gradients_{group}"
+        task = f"add up {group}"
+        task += f" of round {total.round}" * (self.step.every is not None)
+        ready, own = 0, list[Part]()
+        near = self._nearest(sorted(self._takers[total]), parts)
+        for worker, givers in near.items():
+            place, part = places[worker], parts[worker]
+            if givers[1:]:
+                place = max(places[giver] for giver in givers)
+                place = self.next_job(total, place, worker)
+                sums = givers.index(worker), *(parts[giver] for giver in givers)
+                where = worker, f"{task} near worker {worker}", n
+                part = Op(*where, ops.reduce, sums, specs, f"{name}_near_{worker}")
+                self.put(part, place)
+            ready = max(ready, place)
+            own.append(part)
+        first = self._readers.get(total, len(self.lines))
+        for worker in near:
+            where = worker, task, n
+            args = tuple(near), *own
+            new = Op(*where, ops.all_reduce, args, specs, name, group)
+            self.put(new, ready)
+            found[worker] = self._finished(new, group, where, first - 1)
+        return found
+
+    def _nearest(
+        self, owners: Sequence[int], givers: Iterable[int]
+    ) -> dict[int, list[int]]:
+        """The workers whose gradients each owner gives to a sum, its own among them:
+        by host, as many for each."""
+        owners, others = (
+            sorted(each, key=lambda worker: (self.request.host(worker), worker))
+            for each in (owners, set(givers) - {*owners})
+        )
+        near = {owner: [owner] for owner in owners}
+        for i, giver in enumerate(others):
+            near[owners[i * len(owners) // len(others)]].append(giver)
+        return {owner: sorted(each) for owner, each in near.items()}
 
     def _can_be_cut(self, total: Total, parts: Mapping[int, Part]) -> bool:
         """Whether several workers want a sum, each of which adds to it."""
@@ -272,10 +321,10 @@ class _Sums:
         found = sorted(at[jobs.job(number)] for number in jobs.of(kind))
         return ((place, self.lines[place]) for place in found)
 
-    def next_job(self, total: Total, ready: int) -> int:
-        """The place of the root's next job after a line, but before what reads the
-        total; that of the line itself, if there is none."""
-        places = self._places[self.step.worker(total)]
+    def next_job(self, total: Total, ready: int, worker: int | None = None) -> int:
+        """The place of a worker's next job after a line, by default the root's, but
+        before what reads the total; that of the line itself, if there is none."""
+        places = self._places[self.step.worker(total) if worker is None else worker]
         i = bisect_right(places, ready)
         place = places[i] if i < len(places) else ready
         return min(place, self._readers.get(total, len(self.lines)) - 1)

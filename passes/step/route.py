@@ -47,7 +47,7 @@ def route_values(step: Step, request: Request) -> Step:
     tags, encodings = count(), _Encodings(step, request)
     step = replace(step, lines=_with_weights(step, request, tags, encodings))
     readers = _Readers(step)
-    lines: list[Op | Message] = []
+    lines, shared = list[Op | Message](), set[Value]()  # that all_reduces add up
     later: list[tuple[int, Message]] = []  # on their way around a ring, by their turn
     for line in (*step.lines, None):
         if not isinstance(line, Op) or not line.aside:
@@ -55,9 +55,13 @@ def route_values(step: Step, request: Request) -> Step:
             later = []
         if line is None:
             break
-        lines.append(line)
         if isinstance(line, Message):
+            lines.append(line)
             continue
+        if line.target is ops.all_reduce and shared.isdisjoint(line.args[1:]):
+            shared.update(line.args[1:])
+            lines += _each_to_each(step, line, tags)
+        lines.append(line)
         for value, workers in readers.of(line):
             for turn, (source, to) in enumerate(_ways(line, workers, request)):
                 where = (next(tags), source, to, value, line.task, line.n)
@@ -69,6 +73,16 @@ def route_values(step: Step, request: Request) -> Step:
                 else:
                     lines.append(message)
     return replace(step, lines=lines)
+
+
+def _each_to_each(step: Step, line: Op, tags: Iterator[int]) -> Iterator[Message]:
+    """What an all_reduce is to the proof and the accounts."""
+    workers, *parts = line.args
+    for source, value in zip(workers, parts, strict=True):
+        for to in workers:
+            if to != source:
+                where = (next(tags), source, to, value, line.task, line.n)
+                yield Message(*where, step.specs(value)[0], among=workers)
 
 
 def _ways(line: Op, to: set[int], request: Request) -> Iterator[tuple[int, int]]:
@@ -152,7 +166,7 @@ class _Readers:
         for op in step.ops:
             if op.target is None:
                 self._note((*op.args[1], *op.after), op.worker)  # weights have come
-            elif op.target is not ops.accumulate:  # which is of the worker's own
+            elif op.target not in (ops.accumulate, ops.all_reduce):  # of its own
                 self._note(values_in((op.args, op.after)), op.worker)
         for worker, results in step.results.items():
             self._note(values_in(results), worker)

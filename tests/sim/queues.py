@@ -58,23 +58,46 @@ class Waits(Item):
 
 
 class Transfer(Item):
-    """A send or a receive, done with the other end's."""
+    """A send, a receive or a part of a sum, done with those of all `workers`.
 
-    def __init__(self, name: str, buffer: Tensor, sends: bool) -> None:
+    parts: of the workers that have come to it, in one list for all of them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        buffer: Tensor,
+        parts: list[Transfer],
+        workers: int,
+        worker: int,
+    ) -> None:
         super().__init__(name)
-        self.buffer, self.sends = buffer, sends
-        self.other: Transfer | None = None
+        self.buffer, self.parts = buffer, parts
+        self.workers, self.worker = workers, worker
 
     def ready(self) -> bool:
-        other = self.other
-        return other is not None and bool(other.queue) and other.queue[0] is other
+        first = (bool(each.queue) and each.queue[0] is each for each in self.parts)
+        return len(self.parts) == self.workers and all(first)
 
     def go(self) -> None:
-        assert self.other is not None
-        send, receive = (self, self.other) if self.sends else (self.other, self)
-        receive.buffer.copy_(send.buffer)
-        for each in (send, receive):
+        first, *others = self.parts
+        self.carry_out(first.buffer, [each.buffer for each in others])
+        for each in self.parts:
             super(Transfer, each).go()
+
+    def carry_out(self, first: Tensor, others: Sequence[Tensor]) -> None:
+        """Copies what is sent: the send is the first part."""
+        others[0].copy_(first)
+
+
+class Sum(Transfer):
+    """A part of a sum."""
+
+    def carry_out(self, first: Tensor, others: Sequence[Tensor]) -> None:
+        for each in others:
+            first += each
+        for each in others:
+            each.copy_(first)
 
 
 class Stream:

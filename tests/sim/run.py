@@ -17,6 +17,8 @@ from fxsched.transport.ordered import OrderedEndpoint
 
 from . import device, queues
 
+Connected = tuple[int, int] | frozenset[int]  # an edge, or workers that add up sums
+
 
 class Wires(Exchange):
     """Connections between workers of one run."""
@@ -24,7 +26,7 @@ class Wires(Exchange):
     def __init__(self, workers: int, count: int | None = None) -> None:
         super().__init__()
         self.workers = [queues.Worker(w, count) for w in range(workers)]
-        self.open: dict[tuple[int, int], list[queues.Transfer]] = {}
+        self.open: dict[Connected, list[list[queues.Transfer]]] = {}
         self.waits = [0] * workers
         self.left_out: tuple[int, int] | None = None  # a wait: worker and number
         self.implied = False  # whether what it waits for came before it anyway
@@ -35,7 +37,12 @@ class Wires(Exchange):
 
 class End(OrderedEndpoint):
     def __init__(self, wires: Wires, worker: int) -> None:
-        super().__init__(worker, device.DEVICE, lambda *edge: Way(wires, worker, edge))
+        super().__init__(
+            worker,
+            device.DEVICE,
+            lambda *edge: Way(wires, worker, edge),
+            lambda workers: Way(wires, worker, frozenset(workers)),
+        )
         self.exchange = wires
 
     def fail(self, error: BaseException) -> None:
@@ -45,33 +52,43 @@ class End(OrderedEndpoint):
 class Way:
     """A worker's end of a connection, with a stream of its own, as NCCL's are."""
 
-    def __init__(self, wires: Wires, worker: int, edge: tuple[int, int]) -> None:
-        self.wires, self.worker, self.edge = wires, worker, edge
+    def __init__(self, wires: Wires, worker: int, way: Connected) -> None:
+        self.wires, self.worker, self.way = wires, worker, way
 
     def send(self, buffer: Tensor, tag: int) -> Posted:
-        return self._post(buffer, tag, True)
+        return self._post(buffer, tag, queues.Transfer)
 
     def receive(self, buffer: Tensor, tag: int) -> Posted:
-        return self._post(buffer, tag, False)
+        return self._post(buffer, tag, queues.Transfer)
 
-    def _post(self, buffer: Tensor, tag: int, sends: bool) -> Posted:
+    def all_reduce(self, buffer: Tensor, tag: int) -> Posted:
+        return self._post(buffer, tag, queues.Sum)
+
+    def _post(self, buffer: Tensor, tag: int, kind: type[queues.Transfer]) -> Posted:
         assert buffer.device.type == "sim", "no message is in memory of the host"
         own = self.wires.workers[self.worker]
-        stream = own.stream(self.edge)
+        stream = own.stream(self.way)
         stream.put(queues.Waits(queues.current_stream().mark()))
-        name = f"message {tag} of {self.edge[0]} to {self.edge[1]}"
-        item = queues.Transfer(name, device.raw(buffer), sends)
+        name, size = f"{kind.__name__} {tag} of {self.way}", len(self.way)
         with queues.lock:
-            waiting = self.wires.open.setdefault(self.edge, [])
-            other = next((each for each in waiting if each.sends != sends), None)
-            if other is None:
-                waiting.append(item)
-            else:
-                waiting.remove(other)
-                assert other.name == name, f"{name} meets {other.name}"
-                item.other, other.other = other, item
+            waiting = self.wires.open.setdefault(self.way, [])
+            parts = next((p for p in waiting if self.worker not in _of(p)), None)
+            if parts is None:
+                waiting.append(parts := [])
+            item = kind(name, device.raw(buffer), parts, size, self.worker)
+            assert not parts or parts[0].name == name, f"{name} meets {parts[0].name}"
+            parts.append(item)
+            workers = self.way if isinstance(self.way, tuple) else sorted(self.way)
+            parts.sort(key=lambda each: workers.index(each.worker))
+            if len(parts) == size:
+                waiting.remove(parts)
             stream.put(item)
         return Posted(self.wires, self.worker, item)
+
+
+def _of(parts: list[queues.Transfer]) -> set[int]:
+    """The workers that have come to a transfer."""
+    return {each.worker for each in parts}
 
 
 class Posted:
@@ -84,7 +101,7 @@ class Posted:
         if (self.worker, number) != self.wires.left_out:
             queues.current_stream().put(queues.Waits(self.item))
             return
-        queues.policy["last"] = {id(self.item), id(self.item.other)}
+        queues.policy["last"] = {*map(id, self.item.parts)}
         queues.current_stream().put(queues.Item("left out", self._look))
 
     def _look(self) -> None:
