@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import schedules
+from fxsched.ir.step import Message
 from fxsched.runtime import ranks
 from fxsched.transport.device_groups import DeviceGroups
 from fxsched.transport.processes import BACKENDS, DeviceEndpoint
