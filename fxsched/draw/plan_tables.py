@@ -78,7 +78,10 @@ def summary_text(
     """The stages; what each worker does, sends and holds; in lines of at most 88."""
     whole = whole_stages(stages)
     sent = [each.sent for each in traffic(step)]
-    messages = sum(isinstance(line, Message) for line in step.lines)
+    messages = sum(
+        isinstance(line, Message) and (line.bytes > 0 or not line.among)
+        for line in step.lines
+    )
     loads = zip(load_rows(schedule, times, memory), sent, strict=True)
     rows = [(*load[:-1], byte_text(size), load[-1]) for load, size in loads]
     return "\n\n".join(

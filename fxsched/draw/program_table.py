@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
 from ..ir import ops
-from ..ir.graphs import Spec
+from ..ir.graphs import Spec, arguments
 from ..ir.meta import of_call
 from .tables import byte_text, shorten, table
 
@@ -29,7 +29,8 @@ def program_table(
     """One row per job in planned order, and per transfer of weights and gradients.
 
     waits for: values and the worker that each comes from. weights: where they are
-    kept. sends: what, and to whom. frees: what is let go after the job.
+    kept. sends: what, and to whom; of a sum, with whom. frees: what is let go after
+    the job.
 
     sizes: bytes in the place of names: sends, bytes, and to whom (as many to each);
         frees, bytes of the values that are let go, by their shapes.
@@ -66,6 +67,7 @@ def _cells(nodes: list[fx.Node], seen: set[fx.Node], sizes: bool) -> list[Any]:
     task, n = of_call(nodes[0])["task"], of_call(nodes[0])["n"]
     waits, weights = _reads(nodes, seen)
     sends = [node for node in nodes if node.target is ops.send]
+    sent = _sent_bytes(sends) if sizes else _sent(sends)
     freed = [
         value
         for node in nodes
@@ -78,7 +80,7 @@ def _cells(nodes: list[fx.Node], seen: set[fx.Node], sizes: bool) -> list[Any]:
         n if abs(n) < LONG else f"{n:.0e}",  # an update after all else
         shorten(list(dict.fromkeys(waits))),
         ", ".join(dict.fromkeys(weights)),
-        _sent_bytes(sends) if sizes else _sent(sends),
+        ", ".join(filter(None, [sent, *_added_up(nodes, sizes)])),
         _freed_bytes(freed) if sizes else _freed(freed),
     ]
 
@@ -153,6 +155,15 @@ def _sent_bytes(sends: Sequence[fx.Node]) -> str:
     for value, to in workers.items():
         sizes["+".join(to)] = sizes.get("+".join(to), 0) + _bytes(value)
     return ", ".join(f"{byte_text(size)} to {to}" for to, size in sizes.items())
+
+
+def _added_up(nodes: Sequence[fx.Node], sizes: bool) -> Iterator[str]:
+    """What is added up with other workers, and with which."""
+    for node in nodes:
+        if node.target is ops.all_reduce:
+            own, _, others = arguments(node)
+            what = byte_text(_bytes(own)) if sizes else _name(own)
+            yield f"{what} with {'+'.join(str(peer) for peer, *_ in others)}"
 
 
 def _freed(values: Sequence[fx.Node]) -> str:
