@@ -1,10 +1,13 @@
 """Training on the simulated device: python -m tests.sim [--workers W] [--models M ..]
-[--schedules S ..] [--queues K] [--waits] [--seed N].
+[--schedules S ..] [--beside shards | updates] [--threads] [--queues K] [--waits]
+[--seed N].
 
 Each schedule of the library trains each model as on GPUs: jobs, sends and receives are
 launched to queues, which run late and by chance, or those of messages last. Losses,
 gradients and parameters equal those of eager PyTorch on the CPU, no operator reads
-memory that isn't filled, and no message is in memory of the host. --waits leaves out
+memory that isn't filled, and no message is in memory of the host. --beside cuts weights
+into shards, or has the programs update the weights. --threads runs the same on threads,
+with transport="strict" alone. --waits leaves out
 each wait of a step in turn: a wrong value or poison shows it, or the orders of other
 messages imply it, which the queues tell. Ends with 1 for any other case.
 """
@@ -12,20 +15,32 @@ messages imply it, which the queues tell. Ends with 1 for any other case.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import fxsched
+from fxsched import schedules
 from fxsched.schedules import LIBRARY, STALE
-from tests.cases import MODELS, Result, assert_equal, eager_step, tied, train
+from fxsched.transport import strict
+from tests.cases import (
+    MODELS,
+    Result,
+    assert_equal,
+    eager_step,
+    optimizer,
+    tied,
+    train,
+)
 
 from . import queues
 from .device import DEVICE
@@ -108,23 +123,30 @@ def trained(
 ) -> tuple[Result, list[Wires]]:
     """What training on the device gives, and the wires of each call.
 
-    options: of `simulated`, and of fxsched.backend.
+    options: of `simulated`, and of fxsched.backend; updates: whether programs update
+        the weights; threads: whether threads run it, without the device.
     """
     torch._dynamo.reset()
     queues.poisoned.clear()
     model, inputs = made(name)
-    model, inputs = moved(model), tuple(each.to(DEVICE) for each in inputs)
+    updates, threads = options.pop("updates", False), options.pop("threads", False)
+    if not threads:
+        model, inputs = moved(model), tuple(each.to(DEVICE) for each in inputs)
     known = inspect.signature(simulated).parameters
     here = {key: options.pop(key) for key in [*options] if key in known}
+    if updates:
+        options["optimizer"] = optimizer("sgd", model)
     with (
-        simulated(**here) as wires,
+        contextlib.nullcontext([]) if threads else simulated(**here) as wires,
+        mock.patch.object(strict, "QUEUES", here.get("count") or strict.QUEUES),
         fxsched.backend(schedule, transport="strict", **options) as backend,
     ):
         compiled = torch.compile(model, backend=backend)
 
         def step() -> Tensor:
             loss: Tensor = compiled(*inputs)
-            loss.backward()
+            if not updates:
+                loss.backward()
             return loss
 
         found = on_host(train(model, step, "sgd", steps))
@@ -133,14 +155,22 @@ def trained(
 
 
 def run_library(
-    names: Sequence[str], models: Sequence[str], workers: int, **options: Any
+    names: Sequence[str],
+    models: Sequence[str],
+    workers: int,
+    beside: str | None = None,
+    **options: Any,
 ) -> Iterator[tuple[str, str, str]]:
     """Each schedule and model, and "equal" or what went wrong."""
+    shards = 1 + (beside == "shards")
+    options["updates"] = beside == "updates"
     for model in models:
         wanted: dict[int, Result] = {}
         for number, name in enumerate(names):
             try:
-                schedule = library(name, workers)
+                schedule = library(name, workers // shards)
+                if shards > 1:
+                    schedule = schedules.sharded(schedule, shards)
             except fxsched.PlanError as error:
                 yield name, model, f"refused: {error}"
                 continue
@@ -149,6 +179,8 @@ def run_library(
             try:
                 late = bool(number % 2)
                 found, _ = trained(model, schedule, late=late, **options)
+                if beside == "updates":  # which take the gradients
+                    found.gradients = wanted[count].gradients
                 assert_equal(found, wanted[count])
                 yield name, model, "equal"
             except Exception as error:
@@ -181,6 +213,8 @@ def main() -> int:
     parser.add_argument("--schedules", nargs="+", default=every, choices=every)
     parser.add_argument("--queues", type=int, help="hardware queues of a worker")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--beside", choices=("shards", "updates"))
+    parser.add_argument("--threads", action="store_true", help="without the device")
     parser.add_argument("--waits", action="store_true", help="leave out each wait")
     given = parser.parse_args()
     counts: Counter[str] = Counter()
@@ -191,10 +225,9 @@ def main() -> int:
                 if verdict == "missed":
                     print(f"{name}: wait {number} of worker {worker}")
     else:
-        options = {"count": given.queues, "seed": given.seed}
-        for name, model, verdict in run_library(
-            given.schedules, given.models, given.workers, **options
-        ):
+        options = {"count": given.queues, "seed": given.seed, "threads": given.threads}
+        which = given.schedules, given.models, given.workers, given.beside
+        for name, model, verdict in run_library(*which, **options):
             word = verdict.partition(":")[0]
             counts[word] += 1
             if verdict != "equal":
