@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ..ir.facts import facts
 from ..ir.graphs import named_arguments, numbered_draws, tensors
 from ..ir.meta import of_call, of_node
+from ..ir.ops import seeded
 from ..ir.parts import PartOf
 from ..ir.regions import Regions
 from ..ir.user_line import line_of
@@ -113,7 +115,7 @@ def _run(
     values: dict[fx.Node, Any] = {}
     found: dict[fx.Node, Any] = {}
     draws = numbered_draws(gm.graph.nodes)
-    with Regions() as regions, torch.random.fork_rng(), torch.no_grad():
+    with Regions() as regions, torch.no_grad():
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 values[node] = _input(of_call(node)["index"], inputs, parts)
@@ -124,9 +126,9 @@ def _run(
             if node.op == "output":
                 found[node] = args[0]
                 continue
-            if draws[node]:
-                torch.manual_seed(draws[node][0].number)
             run: Callable[..., Any] = getattr(interpreter, node.op)
+            if draws[node]:
+                run = partial(seeded, run, draws[node][0].number)
             values[node] = run(node.target, args, kwargs)
             if node in wanted:
                 found[node] = pytree.tree_map_only(Tensor, Tensor.clone, values[node])

@@ -15,6 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from ..backend import Backend
 from ..draw import tables
+from ..ir.generators import kept_generators
 from ..ir.graphs import same_strides, storage, tensors
 from ..ir.meta import of_node
 from ..ir.modes import modes_after_errors
@@ -154,15 +155,16 @@ class _Compared(NamedTuple):
 def _compared(call: _Call, options: Options) -> _Compared:
     """A step by the plan, then one in eager PyTorch with its random numbers."""
     planner = _Verified(options)
-    devices = list(range(torch.accelerator.device_count()))
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    held = [*call.model.parameters(), *call.model.buffers()]
+    used = held, call.inputs, call.named
+    with kept_generators(used), torch.enable_grad():
         planned = _Trial(call)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", RowsWarning)
             with planner:
                 actual = planned.values(torch.compile(planned.model, backend=planner))
     traced, numbers = planner.drawn()
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    with kept_generators(used), torch.enable_grad():
         eager = _Trial(call)
         with WholeDraws(numbers) if numbers.calls else nullcontext():
             wanted = eager.values(eager.model)

@@ -13,18 +13,17 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from .encodings import decode as decode
 from .encodings import decode_one as decode_one
 from .encodings import encode as encode
 from .finite import finite as finite
+from .generators import devices_in, kept_generators
 from .pieces import join as join
 from .pieces import piece as piece
 
@@ -319,25 +318,15 @@ def seeded(target: Callable[..., Any], seed: int, /, *args: Any, **kwargs: Any) 
 
     Threads share the default generators, so only one such call runs at a time.
     """
-    with _generator, ExitStack() as stack:
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
+    devices = devices_in((args, kwargs))
+    with _generator, kept_generators(devices):
         torch.default_generator.manual_seed(seed)
-        for device in _devices((args, kwargs)):
+        for device in devices:
             module = torch.get_device_module(device)
-            at = device if device.index is None else device.index
-            stack.callback(module.set_rng_state, module.get_rng_state(at), at)
             generator = torch.Generator(device).manual_seed(seed)
+            at = device if device.index is None else device.index
             module.set_rng_state(generator.get_state(), at)
         return target(*args, **kwargs)
-
-
-def _devices(call: Any) -> Iterable[torch.device]:
-    """The accelerators of a call's tensors, and those that it names."""
-    found = dict[torch.device, None]()
-    for value in tree_leaves(call):
-        if isinstance(value, torch.device | Tensor):
-            found[value.device if isinstance(value, Tensor) else value] = None
-    return [device for device in found if device.type not in ("cpu", "meta")]
 
 
 class Seeds(NamedTuple):

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from ..clock.timeline import Event
 from ..ir import joint, ops
+from ..ir.generators import kept_generators
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, tensors
 from ..ir.meta import of_node
 from ..jobs.job import Direction, PlanError
@@ -144,8 +145,7 @@ def measure(
     The model's parameters and buffers and the random numbers stay as they are.
     """
     runs = []
-    devices = range(torch.accelerator.device_count())
-    with torch.random.fork_rng(devices):
+    with kept_generators(inputs):
         for _ in range(repeats + 1):  # the first one warms up
             runs.append(_TimedPass(gm, inputs, microbatches).run())
     nodes = [n for n in gm.graph.nodes if n in runs[0]]
