@@ -4,8 +4,9 @@ Needs PyTorch's CUDA build and gcc, and no driver. Rows of the zoo are planned w
 tensors that only claim to be on a GPU; a plan must have no value on the CPU but credits
 of 0 bytes. Without a driver, autograd asks whether each GPU is in use and fails; two
 small libraries, which are made in a temporary folder and loaded first, answer that none
-is. Ends with 1 if a plan has a value on the CPU, or for anything but a plan or a
-refusal.
+is, and that kernels are chosen for an H100. What asks a GPU even to be traced, such as
+cuDNN's LSTM, can't be planned here. Ends with 1 if a plan has a value on the CPU, or
+for anything but a plan or a refusal.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from fxsched.ir.meta import of_call
 
 ROWS = (
     *("mlp", "conv_2d", "batch_norm_2d", "multihead_attention", "lstm", "embedding"),
-    *("tied", "several_encoders", "contrastive", "scaled_dot_product", "autocast"),
+    *("tied", "several_encoders", "siamese", "scaled_dot_product", "autocast"),
     *("llama", "gpt2", "qwen3", "mixtral", "bert", "modernbert", "t5", "vit", "swin"),
     *("resnet", "whisper", "clip", "llava"),
 )
 ASKED = "FXSCHED_FAKE_CUDA"  # set in the process that has the libraries
-COUNT = """
+ANSWERS = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <driver_types.h>
 #include <string.h>
 /* c10::cuda::device_count(): some, where libtorch_cuda checks a number; else none. */
 signed char _ZN3c104cuda12device_countEv(void) {
@@ -44,7 +46,26 @@ signed char _ZN3c104cuda12device_countEv(void) {
   return dladdr(caller, &info) && info.dli_fname &&
          strstr(info.dli_fname, "libtorch_cuda") ? 127 : 0;
 }
+/* at::cuda::getCurrentDeviceProperties(), by which attention chooses its kernel */
+static struct cudaDeviceProp h100 = {.major = 9, .multiProcessorCount = 132};
+struct cudaDeviceProp *_ZN2at4cuda26getCurrentDevicePropertiesEv(void) {
+  return &h100;
+}
+struct cudaDeviceProp *_ZN2at4cuda19getDevicePropertiesEa(signed char device) {
+  return &h100;
+}
 """
+
+
+DEFINES = "\n".join(  # what headers that come with PyTorch want, and is not among them
+    f"#define {name}"
+    for name in (
+        *("__device_builtin__", "__device_builtin_texture_type__", "CUDARTAPI"),
+        *("__device_builtin_surface_type__", "__host__", "__device__"),
+        "__builtin_align__(size) __attribute__((aligned(size)))",
+        "__align__(size) __attribute__((aligned(size)))",
+    )
+)
 
 
 def start_again() -> int:
@@ -62,10 +83,10 @@ def start_again() -> int:
         if name[:2] == "cu" and name[2:3].isupper() and name not in driver:
             source.append(f"int {name}(void) {{ return 100; }}  /* no device */")
     with tempfile.TemporaryDirectory() as folder:
-        _compiled(folder, "count.so", COUNT)
+        _compiled(folder, "answers.so", ANSWERS)
         _compiled(folder, "libcuda.so.1", "\n".join(source))
         environment = {
-            "LD_PRELOAD": f"{folder}/count.so",
+            "LD_PRELOAD": f"{folder}/answers.so",
             "LD_LIBRARY_PATH": folder,
             ASKED: "1",
         }
@@ -75,8 +96,12 @@ def start_again() -> int:
 
 def _compiled(folder: str, name: str, text: str) -> None:
     Path(folder, "source.c").write_text(text)
+    Path(folder, "crt").mkdir(exist_ok=True)
+    Path(folder, "crt", "host_defines.h").write_text(DEFINES)
     command = ["gcc", "-shared", "-fPIC", "-O0", f"-Wl,-soname,{name}", "-o", name]
-    subprocess.run([*command, "source.c", "-ldl"], cwd=folder, check=True)
+    packages = Path(torch.__file__).parents[1]
+    headers = ["-I.", *(f"-I{each}" for each in packages.glob("nvidia/*/include"))]
+    subprocess.run([*command, *headers, "source.c", "-ldl"], cwd=folder, check=True)
 
 
 def on_gpu(mode: FakeTensorMode, value: Any) -> Any:
@@ -113,6 +138,9 @@ def planned(name: str) -> str:
     torch._dynamo.reset()
     case, mode = cases.all_cases()[name], FakeTensorMode()
     model, inputs = case.make()
+    for module in model.modules():  # else traces compute a constant, on a real GPU
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
     move(mode, model)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     args, kwargs = pytree.tree_map(lambda each: on_gpu(mode, each), (args, kwargs))
@@ -151,6 +179,7 @@ def main() -> int:
             print("needs PyTorch's CUDA build")
             return 0
         return start_again()
+    torch.cuda._lazy_init = lambda: None  # type: ignore[attr-defined]
     counts: Counter[str] = Counter()
     for name in sys.argv[1:] or ROWS:
         try:

@@ -187,6 +187,7 @@ def _name(value: Value) -> str:
 # fx.Node: an input of the graph of stages, which each worker has.
 Value = JobOutput | Weights | Stale | Total | Credit | Op | Message | fx.Node
 VALUES = (JobOutput, Weights, Stale, Total, Credit, Op, Message, fx.Node)
+Way = tuple[int, int] | frozenset[int]  # from a worker to another; or between several
 TOKEN = Spec((0,), (1,), torch.float32, torch.device("cpu"))
 HANDS_ON = 3  # the lane, see Op.aside, after those of sums
 SERVED = 4  # jobs before their place at which weights leave that no step changes
@@ -280,6 +281,12 @@ class Step:
             for op in self.ops
             if op.target is ops.all_reduce
         }
+
+    @cached_property
+    def ways(self) -> set[Way]:
+        """What its messages and sums go over."""
+        messages = (line for line in self.lines if isinstance(line, Message))
+        return {frozenset(each.among) or (each.source, each.to) for each in messages}
 
     @property
     def jobs(self) -> Jobs:

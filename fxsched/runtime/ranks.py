@@ -200,10 +200,7 @@ class Ranks:
                     f"rank {rank} has passes={list(other)}, rank 0 has "
                     f"{list(passes_by_rank[0])}; give the same passes on every rank"
                 )
-        messages = [each for each in plan.lines if isinstance(each, Message)]
-        self.processes.open(
-            (frozenset(each.among) or (each.source, each.to)) for each in messages
-        )
+        self.processes.open(plan.step.ways)
 
     def _departed(self, plan: Plan, rank: int) -> PlanError:
         """What a rank computes that rank 0 doesn't, or that it has other programs."""

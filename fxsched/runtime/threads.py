@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.loss_scale import Gradients
+from ..ir.step import Way
 from ..jobs.job import PlanError
 from ..params.lazy import make_all
 from ..params.released import is_given_up
@@ -45,6 +46,7 @@ class Threads:
             )
         self.here: Sequence[int] = range(workers)
         self.ordered = ordered
+        self.ways: set[Way] = set()  # that plans use
         self.closed = False
         self.busy = threading.Lock()  # runs that share the threads take turns
         share = max(1, torch.get_num_threads() // workers)
@@ -86,6 +88,7 @@ class Threads:
     def check(self, plan: Plan) -> None:
         """Raises CheckError unless the programs of all workers are sound."""
         plan.check()
+        self.ways |= plan.step.ways if self.ordered else set()
 
     def guarded(self) -> AbstractContextManager[None]:
         """Where what fails is told to other processes, of which there are none."""
@@ -93,7 +96,9 @@ class Threads:
 
     def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
         """A run of each worker's program, begun."""
-        exchange = StrictExchange(len(programs)) if self.ordered else Exchange()
+        exchange = Exchange()
+        if self.ordered:
+            exchange = StrictExchange(len(programs), open=self.ways)
         return [
             each.begin(
                 worker, inputs(worker, each.program.gm), exchange.endpoint(worker)

@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ir.step import Way
 from ..jobs.job import PlanError
 from .ordered import Work
-
-Edge = tuple[int, int]  # a rank that sends, and the one that receives
-Way = Edge | frozenset[int]  # or those that add up sums
 
 
 def backend_of(device: torch.device) -> str | None:
@@ -72,7 +70,12 @@ class DeviceGroups:
 
     def connection(self, source: int, to: int) -> GroupConnection:
         """The way from one rank to another."""
-        return GroupConnection(source, to, self.groups[source, to])
+        if (group := self.groups.get((source, to))) is None:
+            raise PlanError(
+                f"passes=: rank {source} sends to rank {to}, which it doesn't by the "
+                "plan, so they have no process group; send by a rank that has one"
+            )
+        return GroupConnection(source, to, group)
 
     def meeting(self, ranks: Iterable[int]) -> GroupMeeting:
         """The way between ranks that add up sums."""

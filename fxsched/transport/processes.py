@@ -30,10 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from ..ir.step import Way
 from ..jobs.job import PlanError
 from .board import TICK, Mark
 from .control import SAME, Control
-from .device_groups import DeviceGroups, Way
+from .device_groups import DeviceGroups
 from .endpoints import Where
 from .helper_threads import Helpers
 from .host_links import host_name

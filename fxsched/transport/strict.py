@@ -10,13 +10,14 @@ would hang on GPUs, or be taken for another message, is an error here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..ir.step import Way
 from .endpoints import Aborted, Exchange
 from .ordered import OrderedEndpoint
 
@@ -29,16 +30,13 @@ class TransferError(RuntimeError):
     """Messages that would hang or be mispaired on GPUs."""
 
 
-Edge = tuple[int, int]
-
-
 @dataclass(eq=False)
 class _Transfer:
     """A worker's part in what goes over a connection, and its memory: a send or a
     receive over an edge, or a sum of workers."""
 
     worker: int
-    way: Edge | frozenset[int]
+    way: Way
     tag: int
     buffer: Tensor
     done: bool = False
@@ -54,16 +52,22 @@ class _Transfer:
 
 
 class StrictExchange(Exchange):
-    """What workers of one run send each other. queues: how many each worker has."""
+    """What workers of one run send each other.
 
-    def __init__(self, workers: int, queues: int | None = None) -> None:
+    queues: how many each worker has. open: the connections, which ranks make before the
+        first step; None for any.
+    """
+
+    def __init__(
+        self, workers: int, queues: int | None = None, open: Set[Way] | None = None
+    ) -> None:
         super().__init__()
         self.workers, self.count = workers, queues or QUEUES
-        self.running = {*range(workers)}
+        self.open, self.running = open, {*range(workers)}
         self.waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self.queued: dict[tuple[int, int], deque[_Transfer]] = {}
         # of a connection's queue, by worker and connection
-        self.number: dict[tuple[int, Edge | frozenset[int]], int] = {}
+        self.number: dict[tuple[int, Way], int] = {}
         self.under_way = [0] * workers
         self.error: TransferError | None = None
 
@@ -79,12 +83,16 @@ class StrictExchange(Exchange):
             return self.under_way[worker] < UNDER_WAY
 
         with self.changed:
+            if self.open is not None and transfer.way not in self.open:
+                self._fail(f"worker {worker} has no connection for {transfer}")
+            if self.error is not None:
+                raise self.error
             self.wait(worker, room, "room for one more send or receive")
             self.under_way[worker] += 1
             self._queue(worker, transfer.way).append(transfer)
             self._go_on(transfer)
 
-    def _queue(self, worker: int, way: Edge | frozenset[int]) -> deque[_Transfer]:
+    def _queue(self, worker: int, way: Way) -> deque[_Transfer]:
         ways = sum(own == worker for own, _ in self.number)
         number = self.number.setdefault((worker, way), ways % self.count)
         return self.queued.setdefault((worker, number), deque())
@@ -152,8 +160,8 @@ class StrictEndpoint(OrderedEndpoint):
         super().__init__(
             worker,
             HOST,
-            lambda *edge: Way(exchange, worker, edge),
-            lambda workers: Way(exchange, worker, frozenset(workers)),
+            lambda *edge: End(exchange, worker, edge),
+            lambda workers: End(exchange, worker, frozenset(workers)),
         )
         self.exchange = exchange
 
@@ -165,12 +173,12 @@ class StrictEndpoint(OrderedEndpoint):
         self.exchange.abort()
 
 
-class Way(NamedTuple):
+class End(NamedTuple):
     """A worker's end of a connection."""
 
     exchange: StrictExchange
     worker: int
-    way: Edge | frozenset[int]
+    way: Way
 
     def send(self, buffer: Tensor, tag: int) -> Posted:
         """Begins to send."""

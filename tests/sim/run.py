@@ -128,7 +128,7 @@ def simulated(
     made: list[Wires] = []
     advance, run = Threads.advance, Run.advance
 
-    def wires(workers: int) -> Wires:
+    def wires(workers: int, open: object) -> Wires:
         made.append(Wires(workers, count))
         made[-1].left_out = left_out
         return made[-1]

@@ -114,6 +114,13 @@ def test_the_first_of_a_queue_holds_up_the_others() -> None:
     assert "no worker can go on" in text(run(*workers[:2], second, queues=1))
 
 
+def test_connections_are_made_before_the_first_step() -> None:
+    exchange = StrictExchange(3, open={(0, 1)})
+    exchange.endpoint(0).send(torch.tensor(0.0), parcel(1, 4))
+    with pytest.raises(TransferError, match=re.escape("worker 0 has no connection")):
+        exchange.endpoint(0).send(torch.tensor(0.0), parcel(2, 5))
+
+
 def test_transfers_under_way_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strict, "UNDER_WAY", 2)
     says = text(run(sends((1, 0), (1, 1), (1, 2)), takes()))
