@@ -305,7 +305,7 @@ def wait(token: Tensor) -> None:
     """Delays an F with an in_flight limit until it has the credit of a B."""
 
 
-_generator = threading.Lock()
+drawing = threading.Lock()  # held by the thread that draws
 
 
 def wanting(value: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ def seeded(target: Callable[..., Any], seed: int, /, *args: Any, **kwargs: Any) 
 
     Threads share the default generators, so only one such call runs at a time.
     """
-    with _generator, ExitStack() as stack:
+    with drawing, ExitStack() as stack:
         stack.callback(torch.set_rng_state, torch.get_rng_state())
         torch.default_generator.manual_seed(seed)
         for device in _devices((args, kwargs)):
@@ -364,7 +364,7 @@ def seed(base: int, draw: int, microbatch: int, update: int = 0) -> Seeds:
 
 def draw_base() -> int:
     """A step's seed, drawn from torch's generator, which torch.manual_seed sets."""
-    with _generator:
+    with drawing:
         return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
 
 
