@@ -171,8 +171,9 @@ class GraphFunction:
 class Captured:
     """A graph with the memory that it reads and writes.
 
-    places: of weights, see _place. static: its inputs. copied: positions of those that
-        are copied into it. view_of: of which input each result is a view, if of any.
+    places: of weights, see _place; it keeps none of them. static: its inputs, which
+        begin at `begins` of their memory. copied: positions of those that are copied
+        into it. view_of: of which input each result is a view, if of any.
     whole: all of the memory that results lie in.
     """
 
@@ -184,12 +185,8 @@ class Captured:
         copied: list[int],
         results: Sequence[Tensor],
     ) -> None:
-        self.graph, self.places, self.static, self.copied = (
-            graph,
-            places,
-            static,
-            copied,
-        )
+        self.graph, self.places, self.copied = graph, places, copied
+        self.begins = [x.storage_offset() for x in static]
         self.results, self.memory = results, [*map(_memory, results)]
         self.into = [static[i] for i in copied]
         self.kinds = [(x.stride(), x.device) for x in static]
@@ -218,13 +215,13 @@ class Captured:
             if i in added:
                 continue
             if (source := self.view_of[i]) is not None:
-                there, base = self.static[source], inputs[source]
+                begin, base = self.begins[source], inputs[source]
             else:
-                there = self.whole[memory]
+                begin = self.whole[memory].storage_offset()
                 if memory not in copies:
-                    copies[memory] = there.clone()
+                    copies[memory] = self.whole[memory].clone()
                 base = copies[memory]
-            shift = x.storage_offset() - there.storage_offset() + base.storage_offset()
+            shift = x.storage_offset() - begin + base.storage_offset()
             given.append(base.as_strided(x.shape, x.stride(), shift))
         return tuple(given)
 
