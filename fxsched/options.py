@@ -32,6 +32,7 @@ from .ir.loss_scale import Scale, read_scale
 from .ir.request import (
     BatchNorm,
     BufferReduction,
+    Capture,
     Carry,
     CheckInputs,
     CutWord,
@@ -207,6 +208,9 @@ class Options:
         shards and to predict the step: "cpu" (one core), "A10", "L4", "A100", "H100" or
         "H200". Name it to plan for another machine than this one. By default the device
         that the model is on.
+    capture: "graphs": the functions of stages (F, B and W) are captured as CUDA graphs
+        and replayed. Functions that draw random numbers, or in which values decide what
+        is launched, run without a graph. None: no graphs.
     """
 
     schedule: Schedule
@@ -245,6 +249,7 @@ class Options:
     sums: Sums = "auto"
     network: Wires | str | PathLike[str] | None = None
     device: Device | None = None
+    capture: Capture | None = None
 
     def __post_init__(self) -> None:
         for name, check in CHECKED.items():
@@ -317,6 +322,7 @@ RUNS = {  # plans are the same whatever these are
     "timeout",
     "loss_scale",
     "flight_record",
+    "capture",
 }
 NAMES = tuple(CHECKED)[1:]  # all but the schedule
 PLANNED = tuple(name for name in NAMES if name not in RUNS)

@@ -47,6 +47,8 @@ from .placement.weighted_loss import reduction_of
 from .plan_cache.find import found_or_made
 from .plans.plan import Plan
 from .progress import Progress
+from .runtime.device_graphs import DeviceGraphs, check_graphs
+from .runtime.devices import device_of
 from .runtime.input_agreement import Agreement
 from .runtime.local_rows import check_local
 from .runtime.ranks import Ranks
@@ -314,6 +316,9 @@ def make_step(
 ) -> Step:
     """Plans and checks a step with the other ranks, and gets its programs ready."""
     refuse_meta(args, "run", "fxsched.plan plans it as it is")
+    device = device_of(args)
+    if options.capture:
+        check_graphs(device)
     if options.request.schedule.update_every and options.optimizer is None:
         raise PlanError(
             "Schedule(update_every=) puts updates into the program; give it the "
@@ -333,7 +338,7 @@ def make_step(
         _note_passes(error, options.passes)
         raise
     with workers.guarded(), no_collection():
-        programs = _programs(plan, options, request, workers)
+        programs = _programs(plan, options, request, workers, device)
     agreement = None
     if isinstance(workers, Ranks):
         inputs = [each for each in plan.inputs if each.input < len(args)]
@@ -393,7 +398,11 @@ def _note_passes(error: CheckError, passes: Sequence[Pass]) -> None:
 
 
 def _programs(
-    plan: Plan, options: Options, request: Request, workers: Workers
+    plan: Plan,
+    options: Options,
+    request: Request,
+    workers: Workers,
+    device: torch.device | None,
 ) -> dict[int, Runnable]:
     """The programs of the workers here, ready to run."""
     if options.stage_compiler == "inductor":
@@ -407,6 +416,7 @@ def _programs(
             request.ahead,
             options.recorder is not None,
             request.ordered,
+            DeviceGraphs(device) if options.capture and device else None,
         )
         for worker in workers.here
     }

@@ -23,7 +23,7 @@ from .encodings import decode as decode
 from .encodings import decode_one as decode_one
 from .encodings import encode as encode
 from .finite import finite as finite
-from .generators import devices_in, kept_generators
+from .generators import devices_in
 from .pieces import join as join
 from .pieces import piece as piece
 
@@ -304,7 +304,7 @@ def wait(token: Tensor) -> None:
     """Delays an F with an in_flight limit until it has the credit of a B."""
 
 
-_generator = threading.Lock()
+drawing = threading.Lock()  # held by the thread that draws
 
 
 def wanting(value: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ def seeded(target: Callable[..., Any], seed: int, /, *args: Any, **kwargs: Any) 
     Threads share the default generators, so only one such call runs at a time.
     """
     devices = devices_in((args, kwargs))
-    with _generator, kept_generators(devices):
+    with drawing, kept_generators(devices):
         torch.default_generator.manual_seed(seed)
         for device in devices:
             module = torch.get_device_module(device)
@@ -353,7 +353,7 @@ def seed(base: int, draw: int, microbatch: int, update: int = 0) -> Seeds:
 
 def draw_base() -> int:
     """A step's seed, drawn from torch's generator, which torch.manual_seed sets."""
-    with _generator:
+    with drawing:
         return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from ..ir.graphs import arguments, result
 from ..transport.endpoints import Aborted, Endpoint
 from ..transport.processes import WATCHERS
+from .device_graphs import DeviceGraphs
 from .profiler_ranges import close_range, open_range
 from .run import Run
 from .run_record import RunRecord
@@ -30,11 +31,17 @@ class TaskFunctions:
     readers: how many tasks read each slot.
     """
 
-    def __init__(self, program: TaskProgram, record: bool, prefetch: int) -> None:
+    def __init__(
+        self,
+        program: TaskProgram,
+        record: bool,
+        prefetch: int,
+        graphs: DeviceGraphs | None = None,
+    ) -> None:
         self.program, self.record, self.prefetch = program, record, prefetch
         self.readers, shared = _readers(program)
         self.run = {
-            id(task): task_function(program, task, shared)
+            id(task): task_function(program, task, shared, graphs)
             for phase in program.phases
             for task in phase
         }

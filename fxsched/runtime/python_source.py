@@ -11,6 +11,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from ..ir import ops
 from ..ir.graphs import arguments, result
 from ..ir.meta import of_call
 from ..transport.wire_format import AllReduce, Parcel
+from .device_graphs import DeviceGraphs, GraphFunction
 from .graph_functions import FlatFunction, runner
 
 Expression = str | tuple[Any, ...]  # a variable or constant, or a tuple of expressions
@@ -30,10 +32,12 @@ class PythonSource:
     """Lines of Python, and the objects that they name.
 
     lines: text and the task that it belongs to. names: what the text calls by name.
+    graphs: captures flat graphs, if they are. weights: bundles that don't move.
     """
 
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.gm = gm
+    def __init__(self, gm: fx.GraphModule, graphs: DeviceGraphs | None = None) -> None:
+        self.gm, self.graphs = gm, graphs
+        self.weights: set[str] = set()
         self.lines: list[tuple[str, str]] = []
         self.names: dict[str, Any] = {}
         self.known: dict[int, str] = {}  # names of objects by their id
@@ -196,9 +200,13 @@ class PythonSource:
         count = getattr(flat, "outputs", None)
         if count is None:  # some module of the user's
             return self.make(f"{self.name(flat)}({texts})")
+        results = tuple(self.variable() for _ in range(count))
+        if self.graphs is not None and not flat.random:
+            function = self._captured(flat, lambda given: flat(*given), args)
+            self.line(f"{_targets(results)}{self.name(function)}([{texts}])")
+            return results
         if id(flat) not in self.known:  # flat.forward is a new object each time
             self.known[id(flat)] = self.name(flat.forward)
-        results = tuple(self.variable() for _ in range(count))
         self.line(f"{_targets(results)}{self.known[id(flat)]}({texts})")
         return results
 
@@ -221,6 +229,15 @@ class PythonSource:
             )
         )
 
+    def _captured(
+        self, flat: object, run: FlatFunction, arguments: Sequence[Expression]
+    ) -> GraphFunction:
+        """A flat graph's function, which reads weights where they are."""
+        texts = enumerate(map(text_of, arguments))
+        kept = {i: each for i, each in texts if each.rpartition("[")[0] in self.weights}
+        assert self.graphs is not None
+        return self.graphs.function(flat, run, kept)
+
     def _call(self, call: FlatCall) -> None:
         """Takes note of a call of a flat graph, in the place of what it was before."""
         self.called[call.line] = call
@@ -233,7 +250,12 @@ class PythonSource:
             key = id(call.flat), call.added
             if key not in runs:
                 runs[key] = runner(call.flat, call.added)
-            run = self.name(runs[key])
+            function = runs[key]
+            if self.graphs is not None:
+                given = call.arguments[: len(call.arguments) - len(call.added)]
+                graph = self._captured(call.flat, runner(call.flat), given)
+                function = partial(graph, plain=function, added=call.added)
+            run = self.name(function)
             box = f"{call.box} = [{', '.join(call.arguments)}]"
             call_text = f"{_targets(call.variables)}{run}({call.box})"
             for line, text in enumerate((box, call_text), call.line):

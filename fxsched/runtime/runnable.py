@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from ..ir.request import Order
 from ..transport.endpoints import Aborted, Endpoint
 from ..transport.lane import Lane
+from .device_graphs import DeviceGraphs
 from .dynamic_run import Dynamic, TaskFunctions
 from .run import Run
 from .run_record import RunRecord
@@ -29,6 +30,7 @@ class Runnable:
     prefetch: for how many tasks ahead it asks for weights.
     flight: whether runs have a record of jobs and messages.
     ordered: see Straight; of order "static" only.
+    graphs: captures stages, if they are.
     """
 
     def __init__(
@@ -39,13 +41,15 @@ class Runnable:
         prefetch: int = 1,
         flight: bool = False,
         ordered: bool = False,
+        graphs: DeviceGraphs | None = None,
     ) -> None:
         self.program, self.flight = TaskProgram(gm), flight
         self.code: Straight | TaskFunctions
+        record |= flight
         if order == "static":
-            self.code = Straight(self.program, record or flight, prefetch, ordered)
+            self.code = Straight(self.program, record, prefetch, ordered, graphs)
         else:
-            self.code = TaskFunctions(self.program, record or flight, prefetch)
+            self.code = TaskFunctions(self.program, record, prefetch, graphs)
 
     def begin(self, worker: int, inputs: dict[str, Any], endpoint: Endpoint) -> Run:
         """A step of the program, from the inputs of its graph by name."""

@@ -15,6 +15,7 @@ from ..ir.graphs import arguments, result
 from ..ir.meta import of_call
 from ..ir.step import SERVED
 from ..transport.wire_format import AllReduce, Parcel
+from .device_graphs import DeviceGraphs
 from .profiler_ranges import close_range, open_range
 from .python_source import Expression, PythonSource, compiled, text_of
 from .tasks import Receive, Task, TaskProgram, added_up, sent
@@ -41,10 +42,11 @@ class Straight:
         record: bool,
         prefetch: int = 1,
         ordered: bool = False,
+        graphs: DeviceGraphs | None = None,
     ) -> None:
         self.program, self.record, self.prefetch = program, record, prefetch
         self.ordered, self.stood = ordered, 0  # receives that stand before this place
-        self.source = PythonSource(program.gm)
+        self.source = PythonSource(program.gm, graphs)
         self.env: dict[fx.Node, Expression] = {}
         self.nodes = list(program.gm.graph.nodes)
         self.by_tag = {receive.parcel.tag: receive for receive in program.receives}
@@ -58,7 +60,9 @@ class Straight:
         inputs = program.gm.graph.find_nodes(op="placeholder")
         self.weights_stay = all(node.name != "optimizer" for node in inputs)
         for node in inputs:
-            self.env[node] = self.source.make(f"given[{node.name!r}]")
+            self.env[node] = new = self.source.make(f"given[{node.name!r}]")
+            if "group" in of_call(node):
+                self.source.weights.add(new)
         for number, phase in enumerate(program.phases):
             self._phase(number, phase)
         lines = self.source.written()
@@ -298,17 +302,22 @@ def _serves(task: Task) -> bool:
 
 
 def task_function(
-    program: TaskProgram, task: Task, shared: set[fx.Node]
+    program: TaskProgram,
+    task: Task,
+    shared: set[fx.Node],
+    graphs: DeviceGraphs | None = None,
 ) -> Callable[[list[Any], Callable[[Any, Parcel], None]], None]:
     """A task as a function of all values, by slot, and of send.
 
     shared: values that other tasks read, too; the function leaves them in their slots.
     """
-    source, slots = PythonSource(program.gm), program.slots
+    source, slots = PythonSource(program.gm, graphs), program.slots
     env: dict[fx.Node, Expression] = {}
     for node in task.nodes:
         for read in node.all_input_nodes:
             env.setdefault(read, f"v[{slots[read]}]")
+            if "group" in of_call(read) and read.op == "placeholder":
+                source.weights.add(f"v[{slots[read]}]")
     for node in task.nodes:
         if node.target is ops.send:
             value = text_of(source.express(node.args[0], env))

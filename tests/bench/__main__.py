@@ -21,6 +21,7 @@ from . import (
     dag,
     first,
     gloo,
+    gpu,
     hosts,
     lengths,
     memory,
@@ -81,6 +82,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     contrastive.add_options(pairs)
     _add_converge(commands.add_parser("converge", help=_first(converge.__doc__)))
     _add_first(commands.add_parser("first", help=_first(first.__doc__)))
+    gpu.add_options(commands.add_parser("gpu", help=_first(gpu.__doc__)))
     hosts.add_options(commands.add_parser("hosts", help=_first(hosts.__doc__)))
     sums = commands.add_parser("congestion", help=_first(congestion.__doc__))
     congestion.add_options(sums)

@@ -20,15 +20,18 @@ from fxsched.models.gpt import GPT, GPTConfig
 
 from .pipelining import Line
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Setup:
-    """What all contestants have in common."""
+    """What all contestants have in common. device: of this rank."""
 
     config: GPTConfig
     batch: int
     microbatches: int
     compiled: bool
+    device: torch.device = CPU
 
     @staticmethod
     def of(options: argparse.Namespace) -> Setup:
@@ -42,14 +45,15 @@ class Setup:
         torch.manual_seed(0)
         model = GPT(self.config)
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-        return model
+        return model.to(self.device)
 
     @cached_property
     def inputs(self) -> tuple[Tensor, Tensor]:
         """tokens and targets [batch, length], the same on every rank."""
         made = torch.Generator().manual_seed(1)
         shape = (2, self.batch, self.config.length)
-        tokens, targets = torch.randint(self.config.vocabulary, shape, generator=made)
+        drawn = torch.randint(self.config.vocabulary, shape, generator=made)
+        tokens, targets = drawn.to(self.device)
         return tokens, targets
 
     def pieces(self) -> list[tuple[Tensor, ...]]:
@@ -88,7 +92,8 @@ class Opening(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         out: Tensor = self.tokens(tokens)
-        return out + self.positions(torch.arange(tokens.shape[1]))  # type: ignore[no-any-return]
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return out + self.positions(places)  # type: ignore[no-any-return]
 
 
 class Ending(nn.Module):

@@ -11,11 +11,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from .measure import Contestant, measure, slowest
 
 BYTES_PER_SECOND = 1e9  # of loopback, to weigh splits before they are tried
+LISTS = (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)  # take all stages
 SHORTLIST = 500  # splits whose steps are worth a replay
 
 
@@ -55,9 +60,9 @@ def peer(
         stage = line.stage(line.parts[slice(*bounds[s])])
         if compiled:
             stage.compile()
-        here.append(PipelineStage(stage, s, stages, torch.device("cpu")))
+        here.append(PipelineStage(stage, s, stages, line.target.device))
     schedule = kind(
-        here if kind is ScheduleInterleaved1F1B else here[0],
+        here if kind in LISTS else here[0],
         count,
         loss_fn=lambda out, wanted: line.loss(_only(out), wanted) / count,
         scale_grads=False,

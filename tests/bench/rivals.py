@@ -86,7 +86,7 @@ def fsdp(
     reduce_each: whether gradients are summed after each microbatch, or after the last.
     """
     model = setup.model()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(setup.device.type, (dist.get_world_size(),))
     for block in model.blocks:
         if setup.compiled:
             block.compile()

@@ -12,6 +12,7 @@ import pytest
 from ..torchrun import ONE_THREAD, ROOT
 
 SMALL = "--layers 2 --width 16 --length 8 --vocabulary 32 --batch 4 --microbatches 2"
+SMALL_GPU = SMALL.replace("--layers 2", "--layers 4") + " --steps 1"
 SMALLEST = {  # what it prints, and the rest of the command
     "choose": ("| `1f1b` |", ""),
     "congestion": ("|   trainers |", "--trainers 2 --servers 1"),
@@ -27,6 +28,7 @@ SMALLEST = {  # what it prints, and the rest of the command
         "--rounds 1 --blocks 1 --width 16 --length 8 "
         "--vocabulary 32 --batch 8 --only lpp",
     ),
+    "gpu": ("ScheduleInterleavedZeroBubble", f"--device cpu {SMALL_GPU}"),
     "hosts": (
         "1f1b",
         "--rates 1000 --rounds 1 --only 1f1b torch-1f1b --forward 1",
@@ -73,6 +75,20 @@ def test_a_command_of_the_bench_runs_in_its_smallest_form(name: str) -> None:
     )
     assert done.returncode == 0 or name in BY_TIMES, done.stderr
     assert printed in done.stdout
+
+
+def test_without_gpus_a_line_says_what_the_bench_of_gpus_needs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench", "gpu"],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.fullmatch(
+        "gpu: --workers 2 needs .* has 0; --device cpu .*\n", done.stdout
+    )
 
 
 def test_commands_that_the_pages_name_are_among_these() -> None:

@@ -234,6 +234,11 @@ CALLS: list[tuple[str, Callable[[], Any], str]] = [
         r"transport='nccl' needs a process group: start with torchrun",
     ),
     (
+        "graphs of the CPU",
+        lambda: step(capture="graphs"),
+        r"the model's tensors are on the CPU, which has no graphs; move .* to a GPU",
+    ),
+    (
         "ranks without torchrun",
         lambda: step(transport="distributed"),
         r"needs a process group: start with torchrun --nproc-per-node 2",

@@ -52,6 +52,11 @@ NAMES = {
         "torch.amp.autocast_mode:_enter_autocast",
         "torch.amp.autocast_mode:_exit_autocast",
     ),
+    "device_graphs.py": (
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "torch.cuda:CUDAGraph.capture_begin",
+        "torch:_foreach_copy_",
+    ),
     "profiler_ranges.py": ("torch.autograd.profiler:_is_profiler_enabled",),
     "wrappers.py": (
         "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import schedules
+from fxsched.runtime.device_graphs import Captured
 from tests.cases import MICROBATCHES, assert_equal, build, eager_step, train
 from tests.started_ranks import run_ranks
 
@@ -53,6 +55,34 @@ def test_threads_on_one_gpu_equal_eager(name: str) -> None:
         reference, lambda: eager_step(reference, inputs, MICROBATCHES), "sgd"
     )
     assert_equal(found, wanted, near=1e-5)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_graphs_give_the_same_bits(name: str) -> None:
+    found = []
+    for capture in (None, "graphs"):
+        torch._dynamo.reset()
+        model, inputs = build("gpt")
+        inputs, model = tuple(each.cuda() for each in inputs), model.cuda()
+        given = {"transport": "threads", "capture": capture}
+        with fxsched.backend(SCHEDULES[name](), **given) as backend:
+            compiled = torch.compile(model, backend=backend)
+
+            def step(run=compiled, inputs=inputs) -> Tensor:
+                loss = run(*inputs)
+                loss.backward()
+                return loss
+
+            with mock.patch.object(
+                Captured, "__call__", autospec=True, side_effect=Captured.__call__
+            ) as replay:
+                found.append(train(model, step, "sgd"))
+            assert replay.called == bool(capture)
+    plain, replayed = found
+    for wanted, result in zip(
+        vars(plain).values(), vars(replayed).values(), strict=True
+    ):
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0)
 
 
 def test_a_step_does_not_wait_for_the_gpu() -> None:

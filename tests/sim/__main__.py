@@ -74,12 +74,12 @@ def made(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return (linear if name == "linear" else CASES[name])()
 
 
-def eager(name: str, count: int) -> Result:
+def eager(name: str, count: int, steps: int = 3) -> Result:
     """What training by plain PyTorch gives."""
     model, inputs = made(name)
     if name == "tied":  # a row meets all others: one batch
         count = 1
-    return train(model, lambda: eager_step(model, inputs, count), "sgd")
+    return train(model, lambda: eager_step(model, inputs, count), "sgd", steps)
 
 
 def library(name: str, workers: int) -> fxsched.Schedule:
@@ -119,10 +119,15 @@ def on_host(found: Result) -> Result:
 
 
 def trained(
-    name: str, schedule: fxsched.Schedule, steps: int = 3, **options: Any
+    name: str,
+    schedule: fxsched.Schedule,
+    steps: int = 3,
+    moves: bool = False,
+    **options: Any,
 ) -> tuple[Result, list[Wires]]:
     """What training on the device gives, and the wires of each call.
 
+    moves: whether weights get other memory before each step.
     options: of `simulated`, and of fxsched.backend; updates: whether programs update
         the weights; threads: whether threads run it, without the device.
     """
@@ -144,6 +149,8 @@ def trained(
         compiled = torch.compile(model, backend=backend)
 
         def step() -> Tensor:
+            for weight in model.parameters() if moves else ():
+                weight.data = weight.data.clone()
             loss: Tensor = compiled(*inputs)
             if not updates:
                 loss.backward()

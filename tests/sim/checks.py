@@ -6,15 +6,17 @@ import sys
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 import fxsched
 from fxsched import schedules
 from fxsched.ir.meta import of_call
 from fxsched.runtime.run import Run
 from fxsched.transport import ordered
+from tests.cases import assert_equal
 
 from . import device, queues
-from .__main__ import library, linear, made, moved
+from .__main__ import eager, library, linear, made, moved, trained
 from .device import DEVICE
 from .run import simulated
 
@@ -101,6 +103,24 @@ def memory() -> None:
             peak = device.memory.peak[worker]
             assert planned <= peak <= 1.3 * planned, (name, worker, planned, peak)
     print("memory as planned")
+
+
+def graphs() -> None:
+    """Stages that are captured as graphs train as eager PyTorch does, with the bits of
+    stages that aren't, also when their weights move."""
+    for number, name in enumerate(("1f1b", "fsdp", "interleaved", "zb_v")):
+        schedule, odd = library(name, 2), bool(number % 2)
+        plain, _ = trained("gpt", schedule, 2, late=odd)
+        device.Graph.replays = 0
+        options = {"late": odd, "moves": not odd, "capture": "graphs"}
+        found, _ = trained("gpt", schedule, 2, **options)
+        jobs = len(fxsched.simulate(schedule).timeline)
+        assert device.Graph.replays > jobs, (device.Graph.replays, jobs)
+        assert_equal(found, eager("gpt", schedule.microbatches, 2))
+        for kind, wanted in vars(plain).items():
+            same = tree_map(torch.equal, vars(found)[kind], wanted)
+            assert all(tree_leaves(same)), (name, kind)
+    print("graphs give the same bits")
 
 
 if __name__ == "__main__":

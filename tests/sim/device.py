@@ -25,6 +25,7 @@ from . import queues
 CPU = torch._C.DispatchKey.CPU  # whose kernels of views and of set_ look at shapes only
 POISON = 255  # each byte; NaN, -1 or True
 aten = torch.ops.aten
+Lot = tuple[object, int]  # the stream or pool whose memory it is, and a size
 
 
 class Memory:
@@ -36,18 +37,19 @@ class Memory:
 
     def __init__(self) -> None:
         self.blocks: dict[int, Tensor] = {}  # by address
-        self.live: dict[int, tuple[StorageWeakRef, queues.Stream, int]] = {}
-        self.free: dict[tuple[queues.Stream, int], list[int]] = defaultdict(list)
+        self.live: dict[int, tuple[StorageWeakRef, queues.Stream, Lot]] = {}
+        self.free: dict[Lot, list[int]] = defaultdict(list)
         self.used: Counter[int | None] = Counter()
         self.peak: Counter[int | None] = Counter()
         self.before: set[int] = set()  # addresses that aren't counted
 
     def storage(self, size: int) -> torch.UntypedStorage:
-        """New memory, poisoned, of the present stream."""
+        """New memory, poisoned, of the present stream or its capture's pool."""
         stream, size = queues.current_stream(), max(64, -(-size // 64) * 64)
         with queues.lock:
             self.collect()
-            waiting = self.free[stream, size]
+            lot: Lot = (stream if stream.captured is None else stream.pool), size
+            waiting = self.free[lot]
             if waiting:
                 address = waiting.pop()
             else:
@@ -57,7 +59,7 @@ class Memory:
             made = torch._C._construct_storage_from_data_pointer(
                 address, torch.device("sim", 0), size
             )
-            self.live[address] = StorageWeakRef(made), stream, size
+            self.live[address] = StorageWeakRef(made), stream, lot
             worker = stream.worker
             self.used[worker] += size
             self.peak[worker] = max(self.peak[worker], self.used[worker])
@@ -68,11 +70,11 @@ class Memory:
         with queues.lock:
             gone = [a for a, (alive, _, _) in self.live.items() if alive.expired()]
             for address in gone:
-                _, stream, size = self.live.pop(address)
+                _, stream, lot = self.live.pop(address)
                 block = self.blocks[address]
                 stream.put(queues.Item("free", lambda block=block: block.fill_(POISON)))
-                self.free[stream, size].append(address)
-                self.used[stream.worker] -= size * (address not in self.before)
+                self.free[lot].append(address)
+                self.used[stream.worker] -= lot[1] * (address not in self.before)
                 self.before.discard(address)
 
     def restart(self) -> None:
@@ -224,10 +226,33 @@ class Event:
         return 1e3 * (other.time - self.time)
 
 
+class Graph:
+    """What a stream was given in a capture, to be launched again by each replay."""
+
+    replays = 0  # of all
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        memory.collect()
+        self.stream = queues.current_stream()
+        self.items: list[queues.Item] = []
+        self.stream.captured, self.stream.pool = self.items, pool
+
+    def capture_end(self) -> None:
+        memory.collect()
+        self.stream.captured = None
+
+    def replay(self) -> None:
+        Graph.replays += 1
+        for item in self.items:
+            queues.current_stream().put(queues.Item(item.name, item.run))
+
+
 class Module:
     """What torch.sim has."""
 
     Event, stream = Event, staticmethod(queues.on_stream)
+    CUDAGraph, graph_pool_handle = Graph, object
+    Stream = staticmethod(queues.new_stream)
 
     def current_stream(self, device: Any = None) -> queues.Stream:
         return queues.current_stream()

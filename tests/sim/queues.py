@@ -101,7 +101,11 @@ class Sum(Transfer):
 
 
 class Stream:
-    """What runs in order. queue: that of the hardware, which streams may share."""
+    """What runs in order. queue: that of the hardware, which streams may share.
+
+    captured: takes what is launched instead, during a capture. pool: whose memory that
+    uses then.
+    """
 
     def __init__(
         self,
@@ -111,10 +115,15 @@ class Stream:
     ) -> None:
         self.queue: deque[Item] = deque() if queue is None else queue
         self.carries, self.worker = carries, worker  # messages; its number
+        self.captured: list[Item] | None = None
+        self.pool: object = None
 
     def put(self, item: Item) -> Item:
         """Adds an item at the end."""
         with lock:
+            if self.captured is not None:
+                self.captured.append(item)
+                return item
             _queues.setdefault(id(self.queue), (self.queue, self.carries))
             item.queue = self.queue
             self.queue.append(item)
@@ -134,12 +143,16 @@ class Stream:
             run()
 
         item = self.put(Item(name, checked))
-        if getattr(_own, "worker", None) is None:
+        if getattr(_own, "worker", None) is None and self.captured is None:
             synchronize(item)
 
     def mark(self) -> Item:
         """An event that has all so far before it."""
         return self.put(Item("event"))
+
+    def wait_stream(self, other: Stream) -> None:
+        """What comes from now on runs after what another stream has so far."""
+        self.put(Waits(other.mark()))
 
 
 _queues: dict[int, tuple[deque[Item], bool]] = {}
@@ -161,38 +174,48 @@ class Worker:
         if name not in self.streams:
             place = len(self.streams) % (self.count or 1)
             queue = self.hardware[place] if self.count else None
-            self.streams[name] = Stream(queue, name != "compute", self.number)
+            carries = not isinstance(name, str)
+            self.streams[name] = Stream(queue, carries, self.number)
         return self.streams[name]
 
 
 def enter(worker: Worker | None) -> None:
     """Makes this thread a worker's, or nobody's."""
-    _own.worker = worker
+    _own.worker, _own.beside = worker, None
 
 
 def current_stream() -> Stream:
     """The stream that this thread launches to."""
     worker = getattr(_own, "worker", None)
     if worker is not None:
-        return worker.stream("compute")
-    if not hasattr(_own, "stream"):
+        return _own.beside or worker.stream("compute")
+    if getattr(_own, "stream", None) is None:
         _own.stream = Stream()
     return _own.stream
 
 
+def new_stream(device: object = None) -> Stream:
+    """A stream beside a worker's own, the same for all that it asks for."""
+    worker = getattr(_own, "worker", None)
+    return Stream() if worker is None else worker.stream("beside")
+
+
 @contextmanager
 def on_stream(stream: Stream) -> Iterator[None]:
-    """This thread launches there, unless it is a worker's."""
-    before = current_stream()
-    _own.stream = stream
+    """This thread launches there, until it becomes a worker's."""
+    name = "stream" if getattr(_own, "worker", None) is None else "beside"
+    before = getattr(_own, name, None)
+    setattr(_own, name, stream)
     try:
         yield
     finally:
-        _own.stream = before
+        setattr(_own, name, before)
 
 
 def synchronize(until: Item | None = None) -> None:
     """Runs what waits until an item is done, or all is."""
+    if current_stream().captured is not None:
+        raise RuntimeError("operation not permitted when stream is capturing")
     began = time.monotonic()
     with lock:
         while until is None or not until.done:

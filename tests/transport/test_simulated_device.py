@@ -38,6 +38,10 @@ def test_each_wait_is_needed() -> None:
     assert "caught" in found and "missed" not in found
 
 
+def test_graphs_give_the_same_bits() -> None:
+    assert printed("tests.sim.checks", "graphs") == "graphs give the same bits"
+
+
 def test_streams_times_and_memory() -> None:
     found = printed("tests.sim.checks", "stream", "timeline", "host", "memory")
     assert found == "memory as planned"
