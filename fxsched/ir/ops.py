@@ -23,7 +23,7 @@ from .encodings import decode as decode
 from .encodings import decode_one as decode_one
 from .encodings import encode as encode
 from .finite import finite as finite
-from .generators import devices_in
+from .generators import devices_in, kept_generators
 from .pieces import join as join
 from .pieces import piece as piece
 
