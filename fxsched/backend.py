@@ -317,7 +317,8 @@ class Backend:
         """The workers, started with the first call."""
         if self._workers is None:
             count, options = self.request.schedule.workers, self.options
-            self._workers = workers_of(options.transport, count, options.timeout)
+            share = not options.deterministic
+            self._workers = workers_of(options.transport, count, options.timeout, share)
             if isinstance(self._workers, Ranks):
                 end = weakref.finalize(self, self._workers.close)
                 end.atexit = False  # threads end with their pool

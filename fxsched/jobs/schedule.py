@@ -274,7 +274,8 @@ class Schedule:
         if self.stages is None or self.fit is not None:
             raise PlanError(
                 f"save: {self} leaves its stages to the planner; save that of a plan, "
-                "dataclasses.replace(plan.schedule, stages=len(plan.stages))"
+                "dataclasses.replace(plan.schedule, stages=..), with as many as "
+                "print(plan) shows without *"
             )
         stages, every = range(self.stages), range(self.microbatches)
         jobs = [Job(s, b, d) for s in stages for b in every for d in self.directions]

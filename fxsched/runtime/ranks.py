@@ -50,6 +50,7 @@ class Ranks:
         workers: int,
         transport: Transport | None = None,
         timeout: float | None = None,
+        share: bool = True,
     ) -> None:
         near = transport in (None, "distributed")
         self.transport, self.asked = transport, False  # by which device messages go
@@ -57,7 +58,8 @@ class Ranks:
         BACKENDS.add(self.processes)
         self.rank = self.processes.rank
         self.here: Sequence[int] = (self.rank,)
-        if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1:
+        asked = "OMP_NUM_THREADS" in os.environ
+        if share and not asked and torch.get_num_threads() > 1:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
             torch.set_num_threads(max(1, torch.get_num_threads() // local))
 

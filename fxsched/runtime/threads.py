@@ -34,11 +34,13 @@ class Threads:
     """All workers as threads of this process, which share its parameters.
 
     ordered: whether messages are matched by their order, as between GPUs.
+    share: whether workers share torch's intra-op threads, instead of having as many
+        each, which bits depend on.
     """
 
     readers: tuple[int, ...] | None = (0,)
 
-    def __init__(self, workers: int, ordered: bool = False) -> None:
+    def __init__(self, workers: int, ordered: bool = False, share: bool = True) -> None:
         if workers > THREADS:
             raise PlanError(
                 f"a process runs at most {THREADS:,} workers as threads, and the "
@@ -49,9 +51,9 @@ class Threads:
         self.ways: set[Way] = set()  # that plans use
         self.closed = False
         self.busy = threading.Lock()  # runs that share the threads take turns
-        share = max(1, torch.get_num_threads() // workers)
+        count = max(1, torch.get_num_threads() // (workers if share else 1))
         self.pool = ThreadPoolExecutor(
-            workers, "fxsched", initializer=torch.set_num_threads, initargs=(share,)
+            workers, "fxsched", initializer=torch.set_num_threads, initargs=(count,)
         )
 
     def close(self) -> None:

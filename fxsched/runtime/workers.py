@@ -11,13 +11,14 @@ Workers = Threads | Ranks
 
 
 def workers_of(
-    transport: Transport | None, count: int, timeout: float | None
+    transport: Transport | None, count: int, timeout: float | None, share: bool = True
 ) -> Workers:
     """The workers of a transport, or of the one to take where none is given.
 
+    share: whether those of a machine share torch's intra-op threads.
     Raises PlanError if there are not so many.
     """
     kind = choose(transport, count)
     if kind in IN_PROCESS:
-        return Threads(count, ordered=kind == "strict")
-    return Ranks(count, transport, timeout)
+        return Threads(count, ordered=kind == "strict", share=share)
+    return Ranks(count, transport, timeout, share)

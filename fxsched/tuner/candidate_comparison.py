@@ -116,11 +116,11 @@ class Comparison:
                 plan = _planned(make, made)
             except PlanError:
                 continue  # such as a cap that a global-batch stage can't keep
-            count, strict = len(plan.stages), plan.schedule.in_order
-            found = replace(made, in_order=strict)
-            if made.stages is None:
+            joint = joint_stages(plan.stages)  # which the planner adds to the others
+            count, strict = len(plan.stages) - len(joint), plan.schedule.in_order
+            if made.stages is None and not joint:
                 found = replace(plan.schedule, stages=count, name=made.name)
-            elif not joint_stages(plan.stages):  # which the planner adds to the others
+            else:
                 fitted = made.fitted(plan.stages)
                 found = replace(fitted, stages=count, in_order=strict, name=made.name)
             simulation = plan.simulate(transfer=self.goal.transfer)

@@ -57,3 +57,26 @@ def test_casts_are_eagers(casts: str) -> None:
         found = gradients(model, step, casts == "around", 1)
     assert [g.dtype for g in found] == [p.dtype for p in model.parameters()]
     torch.testing.assert_close(found, wanted, rtol=ULP, atol=0)
+
+
+@pytest.mark.parametrize(
+    "schedule", [schedules.one_f_one_b(2, 4), schedules.ddp(2, 4)], ids=["1f1b", "ddp"]
+)
+def test_bits_are_those_of_as_many_intra_op_threads(schedule: fxsched.Schedule) -> None:
+    """LayerNorm's gradients depend on how many threads add them up."""
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU()
+    model = nn.Sequential(*layers, nn.Linear(256, 9))
+    x, before = torch.randn(16, 33, 64), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for rows in x.chunk(4):
+            (model(rows).square().mean() / 4).backward()
+        wanted = [each.grad.clone() for each in model.parameters()]
+        model.zero_grad()
+        with fxsched.backend(schedule, deterministic=True) as backend:
+            torch.compile(model, backend=backend)(x).square().mean().backward()
+    finally:
+        torch.set_num_threads(before)
+    for one, each in zip(wanted, model.parameters(), strict=True):
+        assert torch.equal(one, each.grad)

@@ -309,16 +309,31 @@ def test_weight_jobs_move_into_gaps_and_nothing_starts_later() -> None:
             assert after.start[j] <= start + 1e-9
 
 
+class Normed(nn.Sequential):
+    """Layers with a BatchNorm among them."""
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(64, 64) for _ in range(8)]
+        super().__init__(*layers[:4], nn.BatchNorm1d(64), *layers[4:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
 def test_schedules_for_a_model_with_global_batch_stages_are_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    x, file, compared = torch.randn(8, 8), tmp_path / "found.json", list[Comparison]()
+    """The plan that a schedule was chosen for is made again, or one much like it."""
+    model = Normed()
+    x, file, compared = torch.randn(8, 64), tmp_path / "found.json", list[Comparison]()
     monkeypatch.setattr(Comparison, "table", lambda self, best: compared.append(self))
     search(model, args=(x,), workers=2, microbatches=4)
     rows = compared[0].rows
     assert "ddp" in {row.candidate.name for row in rows}
     for row in rows:
+        plan = fxsched.plan(model, row.candidate.schedule, x)
+        assert len(plan.stages) == len(row.candidate.stages)
+        assert plan.simulate().latency <= row.simulation.latency * 1.1
         row.candidate.schedule.save(file)
         plan = fxsched.plan(model, fxsched.load_schedule(file), x)
         assert len(plan.stages) == len(row.candidate.stages)
