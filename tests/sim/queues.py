@@ -7,6 +7,7 @@ are threads with a stream of their own to compute on, and one for each connectio
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -75,6 +76,9 @@ class Transfer(Item):
         self.buffer, self.parts = buffer, parts
         self.workers, self.worker = workers, worker
 
+    def begin(self) -> None:
+        """Just before it is the first of its queue."""
+
     def ready(self) -> bool:
         first = (bool(each.queue) and each.queue[0] is each for each in self.parts)
         return len(self.parts) == self.workers and all(first)
@@ -91,13 +95,17 @@ class Transfer(Item):
 
 
 class Sum(Transfer):
-    """A part of a sum."""
+    """A part of a sum, whose memory is poisoned until it is done."""
+
+    def begin(self) -> None:
+        """Keeps what is added up."""
+        self.given = self.buffer.clone()
+        self.buffer.fill_(math.nan)
 
     def carry_out(self, first: Tensor, others: Sequence[Tensor]) -> None:
-        for each in others:
-            first += each
-        for each in others:
-            each.copy_(first)
+        total = sum(each.given for each in self.parts)
+        for each in (first, *others):
+            each.copy_(total)
 
 
 class Stream:
