@@ -379,10 +379,11 @@ def _text(found: _Compared, why: str, note: str) -> str:
     shown = [*good[: max(1, ROWS - len(bad))], *bad[:ROWS]]
     cells = [table_row(each) for each in found.differences if each in shown]
     headers = "value|eager|plan|difference|allowed|note"
-    table = tables.table(headers, cells, "lrrrrl", COLUMNS, ["value"])
+    width = tables.columns(COLUMNS)
+    table = tables.table(headers, cells, "lrrrrl", width, ["value"])
     rest = len(found.differences) - len(shown)
     about = "eager, plan: the largest element; difference: the largest of all elements"
-    lines = [head, about, "", table]
+    lines = [tables.wrapped([head, about], width), "", table]
     if rest:
         agree = f"{len(good)} agree, {len(bad)} do not"
         lines.append(f"... and {rest} more: of all {len(found.differences)}, {agree}")

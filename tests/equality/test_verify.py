@@ -67,14 +67,18 @@ def test_what_is_equal_passes_and_leaves_the_model_alone(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_table_of_long_names_fits() -> None:
+@pytest.mark.parametrize("width", [70, 100])
+def test_a_table_of_long_names_fits(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
     model: nn.Module = nn.Linear(4, 4)
     for name in ("a_rather_long_name", "another_name_that_is_long", "and_one_more") * 2:
         model = nn.Sequential(OrderedDict([(name, model)]))
     torch._dynamo.reset()
     gpipe = schedules.gpipe(1, 2)
     text = str(fxsched.verify(model, gpipe, rows()[:, :4], loss=torch.sum))
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= width
     names = re.findall(r"^(.*\S\.(?:weight|bias)) ", text, re.M)
     assert len(set(names)) == 2
 
