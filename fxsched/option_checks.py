@@ -102,12 +102,12 @@ def stage_groups(name: str, same_stage: object) -> tuple[tuple[str, ...], ...]:
     for group in groups:
         if (
             not isinstance(group, (list, tuple))
-            or len(group) < 2
+            or not group
             or not all(isinstance(each, str) for each in group)
         ):
             raise PlanError(
-                f"backend(same_stage={same_stage!r}): give groups of two or more names "
-                "of modules, such as [['encoder.embed', 'head']]"
+                f"backend(same_stage={same_stage!r}): give groups of names of modules, "
+                "such as [['encoder.embed', 'head']]"
             )
     return tuple(map(tuple, groups))
 

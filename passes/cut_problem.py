@@ -13,7 +13,7 @@ from ..ir.boundary import BOUNDARY
 from ..ir.graphs import Role, module_prefixes, tensors
 from ..ir.meta import of_node
 from ..ir.request import Request
-from ..jobs.job import PlanError
+from ..jobs.job import PlanError, UnknownModule
 from ..partition.costs import send_seconds
 from ..partition.cut_cost import Cut, Hyperedge, Problem, Unit
 
@@ -96,7 +96,7 @@ def nodes_inside(nodes: Sequence[fx.Node], name: str, option: str) -> list[fx.No
         return members
     known = sorted({prefix for n in nodes for prefix in module_prefixes(n)})
     near = difflib.get_close_matches(name, known, 3) or known
-    raise PlanError(
+    raise UnknownModule(
         f"{option} names module {name!r}, which the model doesn't call; "
         f"did you mean {', '.join(near[:3])}?"
     )

@@ -63,7 +63,7 @@ def _keep_order(node: fx.Node, users: list[fx.Node]) -> None:
         fixed = len(reads) <= 2 or (in_order and once)
         fixed = fixed and node.op == "placeholder"  # else each stage computes it
     if not fixed:
-        raise _unordered(node, stages)
+        raise _unordered(node, users, stages)
 
 
 def _move_views(graph: fx.Graph) -> None:
@@ -106,11 +106,7 @@ def _is_view(node: fx.Node) -> bool:
 def other_layout(what: str, node: fx.Node, users: Iterable[fx.Node]) -> PlanError:
     """The error for what is sent in another layout than it is made in; users: what
     reads the value on the other side of the cut."""
-    modules = [of_node(each).get("module", "") for each in (node, *users)]
-    names = list(dict.fromkeys(modules))
-    remedy = "cut the model elsewhere, with stages="
-    if all(names) and len(names) > 1:
-        remedy += f", or keep what makes and reads it together: same_stage={[names]}"
+    remedy = f"cut the model elsewhere, with stages={_together([node, *users])}"
     where = line_of(node.meta.get("stack_trace"))
     return PlanError(
         f"backend(deterministic=True): {what}{_of_module(node)} in a memory "
@@ -157,11 +153,20 @@ def _edges(user: fx.Node, node: fx.Node) -> int:
     return edges
 
 
-def _unordered(node: fx.Node, stages: list[int]) -> PlanError:
+def _unordered(node: fx.Node, users: list[fx.Node], stages: list[int]) -> PlanError:
     name = of_node(node).get("name", node.name)
+    nodes = users if node.op == "placeholder" else [node, *users]
     return PlanError(
         f"backend(deterministic=True): stages {', '.join(map(str, stages))} make or "
         f"read {name}{_of_module(node)}, and the sum of its gradients would have "
-        "other bits under another cut of the model; keep all modules that read it in "
-        f"one stage, with same_stage= or stages={line_of(node.meta.get('stack_trace'))}"
+        "other bits under another cut of the model; cut the model elsewhere, with "
+        f"stages={_together(nodes)}{line_of(node.meta.get('stack_trace'))}"
     )
+
+
+def _together(nodes: Iterable[fx.Node]) -> str:
+    """What keeps these in one stage, with what is between them."""
+    names = dict.fromkeys(of_node(each).get("module", "") for each in nodes)
+    known = [*filter(None, names)]
+    said = f", or keep what makes and reads it together: same_stage={[known]}"
+    return said if all(names) or len(known) > 1 else ""

@@ -208,6 +208,12 @@ def _failed(error: TorchRuntimeError) -> PlanError:
     sizes = re.findall(r"\bs\d+\b", text)
     note = f" ({sizes[0]}: a size that may change, as the batch's)" if sizes else ""
     where = f"{frame.filename}:{frame.lineno}{_module_of(error)}"
+    if "its data is not allocated yet" in text:
+        return PlanError(
+            f"{where}: PyTorch can't trace this line, which reads values of tensors; "
+            "if it indexes with tuples of tensors, such as x[rows, columns], index "
+            "with one tensor for each dimension, such as x[index[:, 0], index[:, 1]]"
+        )
     return PlanError(f"{where}: the model raised {text}{note}")
 
 

@@ -24,7 +24,7 @@ from . import (
     network_command,
     stability_command,
 )
-from .plan_options import names_model
+from .plan_options import FLAGS, names_model
 
 
 class CommandGroup(click.Group):
@@ -72,6 +72,8 @@ def _in_its_words(text: str, called: click.Context, given: Sequence[str]) -> str
         return f"{flags[name]} {word}".removesuffix(" True").rstrip()
 
     call = rf"[\w.]+\((?:schedule, )?({given}(?:, {given})*)\)"
+    named = rf"\b(?:{'|'.join(flags)})(?= names )"
+    text = re.sub(named, lambda match: FLAGS.get(match[0], flags[match[0]]), text)
     return re.sub(given, typed, re.sub(call, r"\1", text))
 
 

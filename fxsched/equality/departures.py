@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ..capture.graph_inputs import placeholders
 from ..ir.facts import facts
-from ..ir.graphs import tensors
+from ..ir.graphs import named_arguments, tensors
 from ..ir.meta import of_node
 from ..placement.kinds import REPLICATE, Rows
 from ..planning import TracedCall
@@ -56,7 +56,7 @@ def first_departure(
     wanted = _gradients(outputs, [[whole.values[source]] for _, source in pairs])
     whole_outputs = [_whole_output(traced, i, each) for i, each in enumerate(results)]
     found = _gradients(whole_outputs, [parts.values[node] for node, _ in pairs])
-    least = max((_size(each) for (each,) in wanted), default=0.0) / 1000
+    least = max((_size(each) for (each,) in wanted), default=0.0) / 100
     triples = list(zip(pairs, wanted, found, strict=True))
     for (node, _), (gradient,), each in reversed(triples):
         rows = of_node(node).get("rows") or REPLICATE
@@ -91,8 +91,10 @@ def _pairs(gm: fx.GraphModule, traced: TracedCall) -> Iterator[tuple[fx.Node, fx
             yield node, source
 
 
-def _place(node: fx.Node) -> tuple[Any, str | None]:
-    return node.target, node.meta.get("stack_trace")
+def _place(node: fx.Node) -> tuple[Any, ...]:
+    """Where an operation is, and which: a mean may have become a sum."""
+    how = named_arguments(node).get("reduction")
+    return node.target, node.meta.get("stack_trace"), how
 
 
 def _same(whole: Any, parts: Sequence[Any], rows: Rows) -> bool:

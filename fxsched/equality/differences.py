@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from .departures import rounding
+
+MARGIN = 8  # by which a plan's rounding may exceed that of eager PyTorch's runs
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,30 @@ def compare_values(
         gap = _size(eager.double() - planned.double())
         allowed = rounding(eager) * max(scale, 1e-6)
         yield Difference(name, _shown(eager), _shown(planned), gap, allowed)
+
+
+def allow_noise(
+    differences: Iterable[Difference],
+    eager: Mapping[str, Tensor | None],
+    others: Iterable[Mapping[str, Tensor | None]],
+) -> Iterator[Difference]:
+    """Allows a gradient to differ as much as eager PyTorch's own does in `others`, runs
+    with the last bits of the weights changed; at most, as much as the largest may."""
+    largest = max(map(_size, _gradients(eager)), default=0.0)
+    noise: dict[str, float] = {}
+    for each in (each for other in others for each in compare_values(eager, other)):
+        noise[each.name] = max(noise.get(each.name, 0.0), each.largest)
+    for each in differences:
+        value = eager.get(each.name)
+        if (
+            value is None
+            or each.planned is None
+            or not each.name.startswith("gradient")
+        ):
+            yield each
+            continue
+        allowed = min(MARGIN * noise[each.name], rounding(value) * largest)
+        yield replace(each, allowed=max(each.allowed, allowed))
 
 
 def _gradients(values: Mapping[str, Tensor | None]) -> Iterator[Tensor]:

@@ -13,6 +13,10 @@ class PlanError(Exception):
     """An error in what the user asked for; the message says what to change."""
 
 
+class UnknownModule(PlanError):
+    """An option names a module that the model doesn't call."""
+
+
 class Direction(Enum):
     """Forward, backward, weight gradients, or update: F, B, W or U.
 

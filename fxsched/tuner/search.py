@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..clock.network import Transfer, check_transfer
 from ..dry_run import plan
-from ..jobs.job import Placement, PlanError
+from ..jobs.job import Placement, PlanError, UnknownModule
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import flag, is_int, is_number, positive
@@ -233,6 +233,8 @@ class _Subject:
             self.tell(f"{what}, {number} of {len(wanted)}")
             try:
                 plan = self.plan(_in_turns(workers, microbatches, count, split))
+            except UnknownModule:  # whatever the count
+                raise
             except PlanError as error:
                 refused = refused or error  # such as more stages than it has parts
                 continue

@@ -196,7 +196,8 @@ def test_plan_takes_the_options_of_a_backend(
         ),
         ("--outputs loss", "outputs"),
         ("--buffers a=,b=mean", "'a' has no word; give name=word,name=word"),
-        ("--modules third", "stages names module 'third'"),
+        ("--modules third", "^--modules names module 'third'"),
+        ("--same-stage first+third", "^--same-stage names module 'third'"),
         ("--cut first=row", "the schedule has one shard"),
         ("--device K80", "'K80' is not one of 'cpu', 'A10', 'L4', 'A100', 'H100', "),
     ],
@@ -808,7 +809,7 @@ def test_a_schedule_of_a_users_file(
         ("model.py:narrow", r"\S+:18: the model raised RuntimeError: .*\[7, 7\]\."),
         ("model.py:make --workers 3", r".* batch of 8, which does not divide .*"),
         ("model.py:make --rank 4", r"--rank 4: give a worker, 0\.\.3"),
-        ("model.py:make --modules none", r"stages names module 'none', .*"),
+        ("model.py:make --modules none", r"--modules names module 'none', .*"),
         (
             "model.py:make --carry save",
             r"Invalid value for '--carry': .*'saved', 'recompute'.*",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import PlanError, Verification, schedules
 from fxsched.backend import Backend
+from fxsched.equality.verify import _Trial as Trial
 from fxsched.ir.graphs import Spec
 from tests.weighted import Words, batch, mean
 
@@ -66,14 +67,18 @@ def test_what_is_equal_passes_and_leaves_the_model_alone(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_table_of_long_names_fits() -> None:
+@pytest.mark.parametrize("width", [70, 100])
+def test_a_table_of_long_names_fits(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
     model: nn.Module = nn.Linear(4, 4)
     for name in ("a_rather_long_name", "another_name_that_is_long", "and_one_more") * 2:
         model = nn.Sequential(OrderedDict([(name, model)]))
     torch._dynamo.reset()
     gpipe = schedules.gpipe(1, 2)
     text = str(fxsched.verify(model, gpipe, rows()[:, :4], loss=torch.sum))
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= width
     names = re.findall(r"^(.*\S\.(?:weight|bias)) ", text, re.M)
     assert len(set(names)) == 2
 
@@ -292,3 +297,47 @@ def test_verify_runs_the_plan_that_trains_with_the_inputs_strides(
         assert fxsched.verify(model, GPIPE, x).passed
         assert {spec.stride for spec in made[before:]} == {x.stride()}
     assert {spec.dtype for spec in made} == {torch.float32, torch.float64}
+
+
+class Centered(nn.Module):
+    """The true gradient of the convolution's bias is 0. It runs in float32 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv1d(20, 48, 3), nn.BatchNorm1d(48)
+        self.out = nn.Linear(48, 10)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        x = F.silu(self.norm(self.conv(x))).mean(-1)
+        return F.cross_entropy(self.out(x @ torch.eye(48, dtype=torch.float32)), label)
+
+
+@pytest.mark.slow
+def test_rounding_of_a_gradient_of_0_passes_where_float64_does_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = torch.randn(32, 20, 200), torch.arange(32) % 10
+    torch._dynamo.reset()
+    found = fxsched.verify(Centered(), GPIPE, *inputs)
+    assert found.passed
+    assert "gradient of conv.bias: the difference is rounding, as large" in str(found)
+
+    values = Trial.values
+
+    def changed(trial: Trial, step: Any) -> dict[str, Any]:
+        found = values(trial, step)
+        if step is not trial.model:  # the plan's: by 4e-5 of the weight's gradient
+            found["gradient of conv.bias"] += 1e-6
+        return found
+
+    monkeypatch.setattr(Trial, "values", changed)
+    torch._dynamo.reset()
+    found = fxsched.verify(Centered(), GPIPE, *inputs)
+    failed = [each.name for each in found.differences if not each.passed]
+    assert failed == ["gradient of conv.bias"]
+    assert "please report it" in found.why and "encode" not in found.why
+    torch._dynamo.reset()
+    encode = {"activations": torch.bfloat16}
+    found = fxsched.verify(Centered(), GPIPE, *inputs, encode=encode)
+    assert found.why.endswith("is eager's, so it comes of encode=")

@@ -192,7 +192,7 @@ def test_directions_are_equal_to_their_letters() -> None:
     ({"stage_compiler": "inducter"}, r"did you mean 'inductor'\?"),
     ({"passes": None}, r"backend\(passes=None\): give a list of functions"),
     ({"passes": oops}, r"backend\(passes=<function oops.*give a list of functions"),
-    ({"same_stage": None}, r"backend\(same_stage=None\): give groups of two or more"),
+    ({"same_stage": None}, r"backend\(same_stage=None\): give groups of names"),
     ({"same_stage": 3}, r"backend\(same_stage=3\): give groups"),
     ({"same_stage": [[1, 2]]}, r"backend\(same_stage=\[\[1, 2\]\]\): give groups"),
     ({"prefetch": np.array([1, 2])}, r"backend\(prefetch=array.*give an int"),

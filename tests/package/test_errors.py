@@ -342,6 +342,25 @@ def test_what_an_operation_raises_while_it_is_traced_is_a_line(
     assert frames_of(model, columns=7)[-1] == "cause" and logged
 
 
+def test_an_index_of_tuples_of_tensors_is_named_with_what_to_write() -> None:
+    def tuples(made: Tensor, x: Tensor) -> Tensor:
+        mask, index = torch.ones_like(made), torch.ones(3, 2, dtype=torch.int64)
+        rows, columns = zip(*index, strict=True)
+        mask[rows, columns] = 0
+        return (made * mask).mean()
+
+    def tensors(made: Tensor, x: Tensor) -> Tensor:
+        mask, index = torch.ones_like(made), torch.ones(3, 2, dtype=torch.int64)
+        mask[index[:, 0], index[:, 1]] = 0
+        return (made * mask).mean()
+
+    said = r":\d+: PyTorch can't trace this line, .* x\[index\[:, 0\], index\[:, 1\]\]$"
+    with pytest.raises(PlanError, match=said):
+        run(Of(tuples), two())
+    torch._dynamo.reset()
+    run(Of(tensors), two())
+
+
 def test_torch_does_not_log_what_the_error_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -303,3 +304,37 @@ def test_sums_that_depend_on_the_cut_are_refused(
         fxsched.plan(model, schedules.gpipe(2, 4), x, deterministic=True)
     plan = fxsched.plan(copy.deepcopy(model), schedules.gpipe(2, 4), x)
     assert len(plan.stages) == 2
+
+
+class Whole(nn.Module):
+    """One module that reads its weight thrice, in a part that two stages share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.repeated = nn.Linear(4, 4), Repeated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.repeated(self.first(x)).square().mean()
+
+
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.move = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = (x @ self.move + self.move[0]).tanh()
+        return x
+
+
+def test_the_remedy_for_a_sum_in_two_stages_works() -> None:
+    def planned(**options: Any) -> fxsched.Plan:
+        pipeline, x = schedules.gpipe(2, 4), torch.randn(8, 4, 4)
+        return fxsched.plan(Whole(), pipeline, x, deterministic=True, **options)
+
+    with pytest.raises(
+        PlanError, match=r"reads it together: same_stage=\[\['repeated'\]\]"
+    ):
+        planned()
+    assert len(planned(same_stage=[["repeated"]]).stages) == 2

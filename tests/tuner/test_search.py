@@ -16,6 +16,7 @@ import fxsched
 from fxsched import Direction, Job, Link, PlanError, Schedule, schedules, search
 from fxsched.accounts.paper import held_memory
 from fxsched.clock.stage_graph import worker_bytes
+from fxsched.progress import Progress
 from fxsched.simulator.simulate import Simulation, simulate
 from fxsched.tuner.candidate_comparison import Comparison
 from fxsched.tuner.candidates import library, moves_weights
@@ -169,6 +170,17 @@ def test_a_model_is_planned_for_each_number_of_stages_that_it_has() -> None:
     assert found.microbatches == 4 and found.stages == 2  # it has no 99 parts
     plan = fxsched.plan(model, found, *inputs)
     assert len(plan.stages) == found.stages
+
+
+def test_a_module_that_the_model_does_not_call_is_an_error_at_the_first_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuts: list[str] = []
+    monkeypatch.setattr(Progress, "at", lambda self, what, *_: cuts.append(what))
+    model, inputs = mlp()
+    with pytest.raises(PlanError, match="stages names module 'none'"):
+        search(model, 2, args=inputs, kwargs={"stages": ["none"]}, quiet=True)
+    assert sum(each.startswith("cutting the model") for each in cuts) == 1
 
 
 @pytest.mark.slow
