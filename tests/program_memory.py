@@ -73,7 +73,16 @@ def traffic(program: fx.GraphModule) -> tuple[int, int, int]:
         if node.target is ops.fetch
         and any(user.target not in (ops.renew, ops.free) for user in node.users)
     ]
-    return sum(map(_bytes, sent)), sum(map(_bytes, come)), len(fetches)
+    rings = 0  # of sums: 2 (W - 1) / W times the bytes, from one and to one
+    for node in nodes:
+        if node.target is ops.all_reduce:
+            others = len(node.args[2])  # type: ignore[arg-type]
+            rings += 2 * others * _bytes(node) // (others + 1)
+    return (
+        sum(map(_bytes, sent)) + rings,
+        sum(map(_bytes, come)) + rings,
+        len(fetches),
+    )
 
 
 def _home(node: fx.Node, home: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -43,7 +43,9 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self.module: Any = torch.get_device_module(device)
         self.module.synchronize(device)
-        self.first, self.began = self(), time.perf_counter()
+        self.first = self()
+        self.first.synchronize()
+        self.began = time.perf_counter()
 
     def __call__(self) -> Any:
         """A mark of what is launched so far."""
