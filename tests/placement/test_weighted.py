@@ -277,3 +277,24 @@ def test_what_totals_decide_may_be_returned(outputs: Any) -> None:
     backend = fxsched.backend(schedules.gpipe(2, 4), outputs=outputs)
     plain = copy.deepcopy(model)
     assert_close(torch.compile(model, backend=backend)(x, labels), plain(x, labels))
+
+
+@pytest.mark.parametrize("by", [None, "microbatch"])
+def test_a_batch_norm_may_read_state_that_totals_move(by: Any) -> None:
+    class Centred(Keeps):
+        def __init__(self) -> None:
+            super().__init__("+=")
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.seen.lerp_(x.mean(0), 0.1)
+            return F.cross_entropy(self.linear(self.norm(x - self.seen)), y)
+
+    model, x, labels = Centred(), torch.randn(8, 4), torch.arange(8) % 5
+    plain = copy.deepcopy(model)
+    backend = fxsched.backend(schedules.gpipe(2, 4), batch_norm=by)
+    loss = torch.compile(model, backend=backend)(x, labels)
+    whole = plain(x, labels)
+    assert_close(model.seen, plain.seen)
+    if by is None:
+        assert_close(loss, whole)
