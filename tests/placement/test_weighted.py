@@ -279,6 +279,7 @@ def test_what_totals_decide_may_be_returned(outputs: Any) -> None:
     assert_close(torch.compile(model, backend=backend)(x, labels), plain(x, labels))
 
 
+@pytest.mark.filterwarnings("ignore::fxsched.RowsWarning")
 @pytest.mark.parametrize("by", [None, "microbatch"])
 def test_a_batch_norm_may_read_state_that_totals_move(by: Any) -> None:
     class Centred(Keeps):
