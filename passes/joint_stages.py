@@ -18,7 +18,13 @@ from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..partition.cut_cost import BRANCH, Cut, Problem
 from ..partition.joint_memory import check_memory
-from ..partition.joint_stages import cut_apart, cut_phases, phases_of, with_joint
+from ..partition.joint_stages import (
+    cut_apart,
+    cut_phases,
+    phases_of,
+    shared_out,
+    with_joint,
+)
 from ..partition.planner import MemoryLimitError, stage_counts, stage_graph
 from .cut_problem import Block, cut_problem, named_cut
 
@@ -48,11 +54,10 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:
         named = named_cut(every, blocks, request)
     groups = parts.groups(every, named)
     choices: list[_Choice] = []
-    for cut in _cuts(blocks, parts, groups, named, request):
+    for cut, of in _cuts(blocks, parts, groups, named, request):
         stage = dict(zip(parts.cut, cut, strict=True))
-        count = max(cut, default=-1) + 1
-        stage |= {i: count + k for k, group in enumerate(groups) for i in group}
-        choices += _placed(stage, every, parts, request.schedule, count)
+        stage |= {i: len(of) + k for k, group in enumerate(groups) for i in group}
+        choices += _placed(stage, every, parts, request.schedule, of)
     errors: list[PlanError] = []
     for best in sorted(choices, key=lambda choice: choice.seconds):
         for i, block in enumerate(blocks):
@@ -82,8 +87,10 @@ def _cuts(
     groups: Sequence[Sequence[int]],
     named: Cut | None,
     request: Request,
-) -> Iterator[Cut]:
-    """Cuts of what runs in microbatches."""
+) -> Iterator[tuple[Cut, list[int]]]:
+    """Cuts of what runs in microbatches, and which of the schedule's stages each stage
+    is of. Before and after rows meet there are other stages, more than the schedule
+    has, if that makes the step shorter."""
     before = [parts.phases[i] for i in parts.cut]
     if named is not None:
         yield cut_apart(tuple(named[i] for i in parts.cut), before)
@@ -97,9 +104,22 @@ def _cuts(
     fewer = (schedule.stages or schedule.workers) - branches
     if branches and before and fewer >= least:
         counts.append(fewer)
-    for count in dict.fromkeys(counts):
+    if schedule.stages is not None and least > 1 and not schedule.is_open:
+        counts += [schedule.stages + more * (least - 1) for more in (1, 2)]
+    counts, refused = list(dict.fromkeys(counts)), list[PlanError]()
+    for count in counts:
         asked = replace(request, schedule=replace(schedule, stages=count))
-        yield _cut_within(problem, before, asked)
+        try:
+            cut = _cut_within(problem, before, asked)
+        except PlanError as error:
+            refused.append(error)
+            continue
+        work = [0.0] * (max(cut, default=-1) + 1)
+        for unit, stage in zip(problem.units, cut, strict=True):
+            work[stage] += unit.seconds
+        yield cut, shared_out(work, schedule.stages or len(work))
+    if len(refused) == len(counts):
+        raise refused[0]
 
 
 def _placed(
@@ -107,10 +127,12 @@ def _placed(
     problem: Problem,
     parts: _Parts,
     schedule: Schedule,
-    count: int,
+    of: Sequence[int],
 ) -> Iterator[_Choice]:
-    """The schedule for these stages, with what reads no stage of microbatches, of which
-    there are `count`, beside each of them, where w has no worker for it."""
+    """The schedule for these stages, with what reads no stage of microbatches beside
+    each of them, where w has no worker for it.
+
+    of: for each stage of microbatches, the schedule's stage that it is of."""
     beside: dict[int, int] = {}  # -1: none
     for i in sorted(parts.whole):
         near = [stage[r] for r in parts.reads[i] if r not in parts.whole]
@@ -118,12 +140,12 @@ def _placed(
     stages = stage_graph(problem, tuple(stage[i] for i in range(len(stage))))
     for s in beside:
         stages.nodes[s]["joint"] = True
-    places = range(min(count, schedule.workers))
+    places = range(min(len(of), schedule.workers))
     if schedule.is_open or -1 not in beside.values() or not places:
         places = range(1)
     for place in places:
         near_of = {s: place if near < 0 else near for s, near in beside.items()}
-        made = with_joint(schedule, near_of, count + len(beside)).fitted(stages)
+        made = with_joint(schedule, near_of, of).fitted(stages)
         events = run_stages(made, stages)
         seconds = step_seconds(events) if events.complete else float("inf")
         yield _Choice(stage, Fitted(made, stages), seconds)

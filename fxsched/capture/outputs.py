@@ -289,7 +289,9 @@ class _OutputReader:
         dim = trace.spread.get(old)
         if dim is not None:
             return Output("rows", dim, differentiable=fake.requires_grad, name=name)
-        return describe(traced, trace.batch, self.declared.get(name))
+        whole = self._is_whole(old, returned) and "random" not in traced.origins
+        how = None if whole else self.declared.get(name)
+        return describe(traced, trace.batch, how)
 
     def _whole_size(self, name: int | str, old: Any, new: Any) -> Any:
         """A size that is returned, for the whole batch."""
@@ -310,8 +312,13 @@ class _OutputReader:
         if old in self.trace.joint:
             return frozenset()
         sources = frozenset(filter(None, map(self._source, ancestors([old]))))
-        same = returned.version is not None and self.trace.rows(old) == REPLICATE
-        return sources - {"batch"} if same else sources
+        return sources - {"batch"} if self._is_whole(old, returned) else sources
+
+    def _is_whole(self, old: fx.Node, returned: Returned) -> bool:
+        """Whether a microbatch makes the whole batch's value, of state and totals."""
+        state = returned.version is not None or bool(returned.replaces)
+        whole = state or bool(self.trace.totals_text())
+        return whole and self.trace.rows(old) == REPLICATE
 
     def _source(self, node: fx.Node) -> str | None:
         """What a value comes of that no other value gave it."""

@@ -35,7 +35,7 @@ from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
 from .outputs import declared_outputs, finish_outputs, output_leaves
 from .state_updates import kept_rows, refuse_running, return_state, written_state
-from .weighted_microbatch import WeightedMicrobatch, refuse_kept_totals
+from .weighted_microbatch import WeightedMicrobatch
 
 
 class Traced(NamedTuple):
@@ -124,7 +124,6 @@ def trace_microbatch(
             trace = _interpreted(gm, weighted, exact, *call)
         if norms != "microbatch" and trace.tracker.kept:
             refuse_microbatch(trace.tracker.kept)
-        refuse_kept_totals(trace)
         rows = tuple(map(trace.rows, trace.outputs()))
         leaves = list(map(output_leaves(trace).get, trace.outputs()))
         joined = NOTHING_JOINED

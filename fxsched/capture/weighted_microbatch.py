@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..ir.early import Early, early_values
-from ..ir.graphs import Role, Spec, ancestors, name_of
+from ..ir.graphs import Role, Spec
 from ..ir.meta import note, of_node
 from ..ir.regions import is_region
-from ..ir.user_line import line_of
-from ..jobs.job import PlanError
 from ..placement.kinds import Kind, Rows, first_cause, meet
 from ..placement.weighted_loss import parts_of_sum
 from .microbatch import Microbatch
-from .returns import Returned
 
 aten = torch.ops.aten
 
@@ -123,35 +119,3 @@ class WeightedMicrobatch(Microbatch):
         early = early_values(list(self.totals), range(len(self.inputs)))
         assert early is not None, "inputs alone decide these"
         return early
-
-
-def refuse_kept_totals(trace: Microbatch) -> None:
-    """Raises PlanError where state becomes what it was and such a total."""
-    if not isinstance(trace, WeightedMicrobatch) or not trace.totals:
-        return
-    totals = set(trace.totals.values())
-    state = set(trace.graph.find_nodes(op="placeholder"))
-    state -= {n for n in state if of_node(n)["role"] is Role.BATCH} | totals
-    kept = {node: node.all_input_nodes for node in trace.graph.nodes}
-    kept = {node: reads for node, reads in kept.items() if of_node(node).get("mutates")}
-    for node in kept:
-        if name_of(node.target) == "copy_":
-            kept[node] = kept[node][1:]  # not what it writes over
-    returns: Sequence[Returned] = trace.gm.meta["returns"]
-    for old, returned in zip(trace.outputs(), returns, strict=True):
-        new = trace.new.get(old) if isinstance(old, fx.Node) else None
-        if returned.replaces and isinstance(new, fx.Node):
-            kept[new] = [new]
-    for node, reads in kept.items():
-        sources = ancestors(reads)
-        if sources & totals and sources & state:
-            raise _kept(node)
-
-
-def _kept(node: fx.Node) -> PlanError:
-    return PlanError(
-        "the model adds a total over the whole batch, which inputs alone decide, to "
-        "its own state, and each microbatch would add it "
-        f"again{line_of(node.meta.get('stack_trace'))}\n  add the total after the "
-        'call, or write fxsched.backend(schedule, loss_reduction="mean")'
-    )

@@ -42,7 +42,7 @@ from .tables import (
 from .whole_stages import whole_stage, whole_stages
 
 FULL = 0.9  # of a step; a link that is busy for longer is named
-APART = "keep rows apart (a BatchNorm: by GroupNorm, or batch_norm='microbatch')"
+APART = "change what makes rows meet, which is named above"
 
 
 def explain_text(

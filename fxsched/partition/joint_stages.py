@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from ..jobs.job import Job, PlanError
@@ -61,20 +62,24 @@ def cut_phases(
     return tuple(stages)
 
 
-def cut_apart(cut: Cut, phases: Sequence[int]) -> Cut:
-    """A cut at what the user names, whose stages have no units from before and after
-    rows meet: what comes after goes to the next stage of its phase, if there is one."""
+def cut_apart(cut: Cut, phases: Sequence[int]) -> tuple[Cut, list[int]]:
+    """A cut at what the user names, whose stages are cut once more where rows meet; and
+    the stage of the user's that each stage is of."""
     pairs = sorted(set(zip(phases, cut, strict=True)))
-    first = {stage: min(p for p, s in pairs if s == stage) for stage in cut}
-    place: dict[tuple[int, int], tuple[int, int]] = {}
-    for phase, stage in pairs:
-        later = [s for p, s in pairs if p == phase and s > stage]
-        moves = phase > first[stage] and later
-        place[phase, stage] = (phase, min(later)) if moves else (phase, stage)
-    for pair in reversed(pairs):
-        place[pair] = place.get(place[pair], place[pair])
-    number = {key: i for i, key in enumerate(sorted(set(place.values())))}
-    return tuple(number[place[key]] for key in zip(phases, cut, strict=True))
+    named = sorted(set(cut))
+    stages = tuple(map(pairs.index, zip(phases, cut, strict=True)))
+    return stages, [named.index(stage) for _, stage in pairs]
+
+
+def shared_out(work: Sequence[float], count: int) -> list[int]:
+    """For more stages than a schedule has: which of its stages each one is of, in
+    order, by their work."""
+    if len(work) <= count:
+        return list(range(len(work)))
+    ends = list(accumulate(work))
+    total = ends[-1] or 1.0
+    middles = ((end - own / 2) / total for end, own in zip(ends, work, strict=True))
+    return [min(int(middle * count), count - 1) for middle in middles]
 
 
 def _shares(problem: Problem, parts: Sequence[Sequence[int]], wanted: int) -> list[int]:
@@ -100,27 +105,27 @@ def _part_of(problem: Problem, part: Sequence[int]) -> Problem:
     return replace(problem, units=units, edges=tuple(edges), apart=frozenset(apart))
 
 
-def with_joint(schedule: Schedule, beside: Mapping[int, int], count: int) -> Schedule:
+def with_joint(
+    schedule: Schedule, beside: Mapping[int, int], of: Sequence[int]
+) -> Schedule:
     """The schedule of a model with global-batch stages, which come after all others.
 
     beside: for each, the last stage that it reads: where w or n, made for a fixed
         number of stages, know nothing of a global-batch one, it is asked for that.
+    of: for each other stage, the schedule's stage that w and n are asked for.
     """
     if not beside or schedule.is_open:
         return schedule
-    known = dict(beside)
-    if schedule.stages is not None:  # more parts than it has stages
-        last = schedule.stages - 1
-        known |= {s: last for s in range(schedule.stages, min(beside))}
-    known = {s: s if _knows(schedule, s) else near for s, near in known.items()}
-    for s in sorted(known):  # which may be beside each other
-        known[s] = known.get(known[s], known[s])
+    known = dict(enumerate(of))
+    for s in sorted(beside):  # which may be beside each other
+        near = known.get(beside[s], beside[s])
+        known[s] = s if _knows(schedule, s) else near
 
     return replace(
         schedule,
         w=_of_known(schedule.w, known),
         n=_of_known(schedule.n, known),
-        stages=None if schedule.stages is None else count,
+        stages=None if schedule.stages is None else len(known),
         in_flight=_caps(schedule, beside, known),
         u=_of_known(schedule.u, known),
         rate=_of_known(schedule.rate, known),

@@ -113,6 +113,12 @@ def windowed(call: OpCall, tensor: Tensor, rows: Rows) -> Rows:
 
 
 @_moves
+def paired(call: OpCall, tensor: Tensor, rows: Rows) -> Rows:
+    """Pairs of numbers along the last dimension as complex numbers, or back."""
+    return rows if rows.dim < call.out.dim() else call.other(Effect.MIX)
+
+
+@_moves
 def strided(call: OpCall, tensor: Tensor, rows: Rows) -> Rows:
     """as_strided and such, where they keep the shape."""
     return rows if call.out.shape == tensor.shape else UNKNOWN

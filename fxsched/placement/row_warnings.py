@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from ..ir.early import Early, early_values
@@ -95,11 +96,12 @@ def meeting_text(tracker: Tracker, meets: bool) -> str:
     line = user_line(cause.stack)
     at = f", at {line.path}:{line.number}" if line else ""
     if cause.effect is Effect.UNSURE:
+        yours = "describe the operator with fxsched.placements, or "
+        yours *= not hasattr(torch.ops.aten, cause.operation)
         return (
             f"rows of the batch may meet in {cause.operation}{at}, for which fxsched "
-            "has no rule; if they don't, say so with fxsched.placements if the "
-            'operator is yours, or write loss_reduction="mean", with which each '
-            "microbatch runs by itself"
+            f"has no rule; if they don't, {yours}write "
+            'loss_reduction="mean", with which each microbatch runs by itself'
         )
     return f"rows of the batch meet in {cause.operation}{at}: {cause.effect.value}"
 

@@ -32,6 +32,7 @@ TABLE: dict[str, Rule] = {
     "squeeze": layout.squeezed,
     "select unbind": layout.selected,
     "slice split split_with_sizes unsafe_split unsafe_split_with_sizes": layout.parted,
+    "view_as_complex view_as_real": layout.paired,
     "as_strided embedding_renorm": layout.strided,
     "unfold": layout.windowed,
     "diagonal": layout.diagonal,

@@ -563,3 +563,53 @@ def test_a_profile_waits_for_the_devices_of_its_model_alone(
     graph.output(None)
     _TimedPass(fx.GraphModule({}, graph), (), 1).now()
     assert waited == [torch.device("cuda:1")]
+
+
+class Early(nn.Module):
+    """Rows meet after little of the work; there may be a mark further on."""
+
+    def __init__(self, mark: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.mark = mark
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            if i == self.mark > 0:
+                x = fxsched.stage_boundary(x)
+            x = layer(x).tanh()
+            if i == 0:
+                x = x.cumsum(0)
+        return x.mean()
+
+
+def shares(plan: fxsched.Plan) -> list[list[str]]:
+    """The modules of each worker, in order of the stages."""
+    at = {str(job): place.compute for job, place in plan.placements.items()}
+    found: list[list[str]] = [[], []]
+    for s, data in plan.stages.nodes(data=True):
+        if not data.get("joint"):
+            found[at[f"{s}F0"]] += data["modules"]
+    return found
+
+
+@pytest.mark.parametrize("make", [schedules.gpipe, schedules.zb_h1])
+def test_named_stages_start_there_after_rows_meet(make: Any) -> None:
+    x = torch.randn(32, 64)
+    first, second = shares(fxsched.plan(Early(), make(2, 4), x, stages=["layers.4"]))
+    assert {"layers.1", "layers.3"} <= set(first) and second[0] == "layers.4"
+    first, second = shares(fxsched.plan(Early(4), make(2, 4), x))
+    assert "layers.3" in first and "layers.4" in second
+    model = Early()
+    plain = copy.deepcopy(model)
+    backend = fxsched.backend(make(2, 4), stages=["layers.4"])
+    torch.compile(model, backend=backend)(x).backward()
+    plain(x).backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("make", [schedules.gpipe, schedules.one_f_one_b])
+def test_work_after_rows_meet_is_shared_by_workers(make: Any) -> None:
+    first, second = shares(fxsched.plan(Early(), make(2, 4), torch.randn(256, 64)))
+    assert min(len(set(first)), len(set(second))) > 2

@@ -243,6 +243,8 @@ PEERS: dict[str, Peer] = {
     "embedding": (F.embedding, (NUMBERS, N), {0: 0}),
     "layer_norm": (lambda x, w: F.layer_norm(x, (8,), w), (X, M[0]), {0: 0}),
     "where": (lambda x, y: torch.where(x > 0, x, y), (X, Y), {0: 0, 1: 0}),
+    "view_as_complex": (torch.view_as_complex, (X.unflatten(2, (4, 2)),), {0: 1}),
+    "view_as_real": (torch.view_as_real, (X + 1j,), {0: 2}),
     "dropout, none": (lambda x: F.dropout(x, 0.0), (X,), {0: 0}),
     "nearest of volumes": (lambda x: F.interpolate(x, (2, 3, 4)), (VOLUMES,), {0: 0}),
 }
