@@ -11,6 +11,7 @@ from torch import fx
 from fxsched.ir import ops
 
 IN_PLACE = {
+    ops.all_reduce: 0,
     ops.accumulate: 0,
     ops.update: 3,
     ops.renew: 1,
