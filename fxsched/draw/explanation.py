@@ -216,15 +216,19 @@ def _busy_link(links: Sequence[LinkUse], step: float) -> Iterator[str]:
         )
 
 
+def _joint_text(stages: nx.DiGraph[int]) -> str:
+    joint = [s for s, joint in stages.nodes(data="joint") if joint]
+    return shorten([stage_text(stages, s) for s in sorted(joint)])
+
+
 def _waiting(stages: nx.DiGraph[int]) -> str:
     """What to do where workers wait for stages of others."""
-    joint = [s for s, joint in stages.nodes(data="joint") if joint]
-    if not joint:
+    those = _joint_text(stages)
+    if not those:
         return (
             "the pipeline fills and drains in each step: use more microbatches, or "
             "more stages a worker"
         )
-    those = shorten([stage_text(stages, s) for s in sorted(joint)])
     return (
         "the pipeline fills and drains more than once in each step, since rows of the "
         f"whole batch meet in {those}: use more microbatches, or {APART}"
@@ -238,6 +242,13 @@ def _unequal(stages: nx.DiGraph[int], planned: Timeline, slowest: int) -> str:
         if worker == slowest:
             work[job.stage] = work.get(job.stage, 0.0) + end - start
     largest = max(work, key=work.__getitem__)
+    those = _joint_text(stages)
+    if those and not stages.nodes[largest].get("joint"):
+        return (
+            f"worker {slowest} has the most to do; no stage has work from before and "
+            f"after rows of the whole batch meet in {those}: name other stages, or "
+            f"{APART}"
+        )
     if not stages.nodes[largest].get("joint"):
         return (
             f"worker {slowest} has the most to do: cut finer (more stages), or place "

@@ -613,3 +613,11 @@ def test_named_stages_start_there_after_rows_meet(make: Any) -> None:
 def test_work_after_rows_meet_is_shared_by_workers(make: Any) -> None:
     first, second = shares(fxsched.plan(Early(), make(2, 4), torch.randn(256, 64)))
     assert min(len(set(first)), len(set(second))) > 2
+
+
+def test_where_rows_meet_finer_cuts_are_no_advice() -> None:
+    x, schedule = torch.randn(64, 64), schedules.gpipe(2, 4)
+    plan = fxsched.plan(Early(), schedule, x, stages=["layers.7"])
+    text = " ".join(plan.explain().split())
+    assert "before and after rows of the whole batch meet in 3*: name other" in text
+    assert "cut finer" not in text
