@@ -211,8 +211,8 @@ def _failed(error: TorchRuntimeError) -> PlanError:
     if "its data is not allocated yet" in text:
         return PlanError(
             f"{where}: PyTorch can't trace this line, which reads values of tensors; "
-            "if it indexes with tuples of tensors, such as x[rows, columns], index "
-            "with one tensor for each dimension, such as x[index[:, 0], index[:, 1]]"
+            "if it indexes with tuples of tensors, such as x[rows, columns], give one "
+            "tensor for each dimension, such as x[index[:, 0], index[:, 1]]"
         )
     return PlanError(f"{where}: the model raised {text}{note}")
 

@@ -106,8 +106,8 @@ def _overload(what: str, op: Any) -> OpOverload[Any, Any]:
         )
     if found.namespace in ("aten", "prim", "fxsched"):
         raise PlanError(
-            f"{what}({shown(op)}): only operators of your own can be described, and "
-            "this one is PyTorch's"
+            f"{what}({shown(op)}): this operator is PyTorch's, and only those of your "
+            "own can be described; give one of yours"
         )
     return found
 

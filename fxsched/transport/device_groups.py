@@ -73,7 +73,7 @@ class DeviceGroups:
         if (group := self.groups.get((source, to))) is None:
             raise PlanError(
                 f"passes=: rank {source} sends to rank {to}, which it doesn't by the "
-                "plan, so they have no process group; send by a rank that has one"
+                "plan, so they have no process group; let a rank send that has one"
             )
         return GroupConnection(source, to, group)
 

@@ -407,5 +407,5 @@ def test_what_is_no_operation_keeps_no_rows(name: Any) -> None:
 
 
 def test_pytorchs_own_operations_are_not_described() -> None:
-    with pytest.raises(PlanError, match="only operators of your own"):
+    with pytest.raises(PlanError, match="only those of your own"):
         fxsched.keeps_rows("aten::mm")
