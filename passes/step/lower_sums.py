@@ -176,7 +176,7 @@ class _Sums:
         task = f"add up {group}"
         task += f" of round {total.round}" * (self.step.every is not None)
         ready, own = 0, list[Part]()
-        near = self._nearest(sorted(self._takers[total]), parts)
+        near = self._nearest(self._takers[total], parts)
         for worker, givers in near.items():
             place, part = places[worker], parts[worker]
             if givers[1:]:
@@ -198,18 +198,18 @@ class _Sums:
         return found
 
     def _nearest(
-        self, owners: Sequence[int], givers: Iterable[int]
+        self, owners: Iterable[int], givers: Iterable[int]
     ) -> dict[int, list[int]]:
         """The workers whose gradients each owner gives to a sum, its own among them:
         by host, as many for each."""
-        owners, others = (
+        roots, others = (
             sorted(each, key=lambda worker: (self.request.host(worker), worker))
-            for each in (owners, set(givers) - {*owners})
+            for each in (owners, {*givers} - {*owners})
         )
-        near = {owner: [owner] for owner in owners}
+        near = {root: [root] for root in roots}
         for i, giver in enumerate(others):
-            near[owners[i * len(owners) // len(others)]].append(giver)
-        return {owner: sorted(each) for owner, each in near.items()}
+            near[roots[i * len(roots) // len(others)]].append(giver)
+        return {root: sorted(each) for root, each in near.items()}
 
     def _can_be_cut(self, total: Total, parts: Mapping[int, Part]) -> bool:
         """Whether several workers want a sum, each of which adds to it."""
