@@ -19,12 +19,13 @@ from ..autodiff.stage_modules import (
     forward_module,
     weight_module,
 )
+from ..autodiff.temporaries import Handed, handed, job_moments
 from ..clock.stage_record import GroupBytes, Stage
 from ..ir import joint, ops
 from ..ir.facts import FACTS, facts, stage_facts
 from ..ir.graphs import Role, Specs, arguments, in_type, result
 from ..ir.lazy import write_code
-from ..ir.meta import note_call, of_call
+from ..ir.meta import Moments, note_call, of_call
 from ..ir.model_lines import LINES, model_lines
 from ..ir.request import Request
 from ..jobs.job import Direction, PlanError
@@ -70,6 +71,7 @@ class _Differentiation:
         self.blocks: dict[str, Joint] = {}  # of stages, whose keys have ids in them
         self.pairs: dict[fx.Node, StageGraphs] = {}
         self.costs: dict[fx.GraphModule, float] = {}  # seconds
+        self.moments: dict[object, tuple[Moments, ...]] = {}
         self.layouts = GradientLayouts()
         # with deterministic=True what stages give of a microbatch is added up first
         self.sum_dtype = None if request.deterministic else request.gradient_dtype
@@ -299,6 +301,8 @@ class _Differentiation:
         reads = recompute or _reads_state(pair.needs) or (zeros and pair.weight is None)
         module = backward_module(pair, places, recompute, trained, self.sum_dtype)
         self._add(f"backward_{stage}", module, call)
+        given = handed(pair.forward, len(pair.saved))
+        moments = self._moments(pair, recompute, module, given, pair.weight is None)
         backward = self.graph.call_module(
             f"backward_{stage}",
             (weights if reads else (), saved, tuple(read_inputs), tangents, None),
@@ -319,6 +323,7 @@ class _Differentiation:
             stage=stage,
             direction=Direction.BACKWARD,
             seconds=now,
+            moments=moments,
             draw=of_call(forward)["draw"] if recompute else None,
         )
         self._hand_on(backward, pair, inputs)
@@ -330,7 +335,9 @@ class _Differentiation:
             self._add(f"weight_{stage}", module, call)
             maker = self._weight(backward, pair, read_weights)
             first = 0
-            of_call(maker)["seconds"] = later
+            given = handed(pair.backward, len(pair.carried))
+            moments = self._moments(pair, Direction.WEIGHT, module, given, True)
+            note_call(maker, seconds=later, moments=moments)
         self._add_up(maker, first, pair, places, weights)
 
     def _weight(
@@ -350,12 +357,14 @@ class _Differentiation:
     ) -> fx.Node:
         stage = of_call(call)["stage"]
         weights = arguments(call)[0]
-        self._add(f"forward_{stage}", forward_module(pair, places, outs), call)
+        module = forward_module(pair, places, outs)
+        self._add(f"forward_{stage}", module, call)
         forward = self.graph.call_module(f"forward_{stage}", (*call.args, None))
         note_call(forward, direction=Direction.FORWARD)
         measured = stage_facts(self._module(call)).measured
         seconds = measured[0] if measured else self._seconds(pair.forward)
-        note_call(forward, stage=stage, seconds=seconds)
+        moments = self._moments(pair, Direction.FORWARD, module)
+        note_call(forward, stage=stage, seconds=seconds, moments=moments)
         of_call(forward)["draw"] = of_call(call)["draw"] if pair.random else None
         data = Stage(forward=seconds, backward=0.0, weight=0.0, held=0)
         self.stages.nodes[stage].update(data)
@@ -378,6 +387,24 @@ class _Differentiation:
         measured = stage_facts(module).measured
         scale = measured[1] / ((now + later) or 1.0) if measured else 1.0
         return now * scale, later * scale
+
+    def _moments(
+        self,
+        pair: StageGraphs,
+        what: Direction | bool,
+        module: fx.GraphModule,
+        bundle: Sequence[Handed] = (),
+        last: bool = False,
+    ) -> tuple[Moments, ...]:
+        """What a job takes while it runs; if it is the last of its stage, also where
+        its gradients are added to sums. what: its direction, or whether B recomputes.
+        """
+        key = id(pair), what
+        if key not in self.moments:
+            ways = (False, True)[: 1 + last]
+            found = (job_moments(module, bundle, adds) for adds in ways)
+            self.moments[key] = tuple(found)
+        return self.moments[key]
 
     def _seconds(self, flat: fx.GraphModule) -> float:
         """What a flat graph should take; stages share them."""

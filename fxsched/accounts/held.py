@@ -4,22 +4,22 @@ A value is held from the op that makes it, or the message that brings it, until 
 one that reads it there; a receive that is posted early has its buffer from then on. B
 lets go of activations as it goes: what it makes counts when these are gone. Values in
 one memory are counted once: a running sum is in the memory of its first gradient,
-updated weights in that of the old. What one job needs while it runs comes on top; so do
-outputs, and what replicas send to be averaged.
+updated weights in that of the old. On top come what a job holds while it runs alone,
+outputs, and what replicas send to be averaged; only the first of these is counted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from torch import fx
 
 from ..clock.memory import Memory, Peaks
 from ..ir import ops
-from ..ir.graphs import Role
+from ..ir.graphs import Role, arguments
 from ..ir.meta import of_call
 from ..ir.step import (
     OVER,
@@ -34,7 +34,7 @@ from ..ir.step import (
 )
 from ..jobs.job import Direction, Job
 
-WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS = range(6)
+WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS, TEMPORARY = range(7)
 COPIES = (ops.copy, ops.correct, ops.replica, ops.average)
 IN_PLACE = OVER | {ops.take: 2}  # as OVER
 SUMS = (ops.reduce, ops.all_reduce, ops.piece, ops.join, ops.cast)
@@ -175,6 +175,33 @@ class _Lives:
         else:
             yield Born(line, self._kind(line), size)
 
+    def most(self, op: Op, freed: Mapping[Value, float]) -> float:
+        """Bytes that a job takes at most, beyond what is there when it begins.
+
+        freed: those of values that it is the last to read.
+        """
+        job = op.job
+        assert job is not None, "only a job takes some"
+        kind = self.step.jobs.at[job.stage, job.direction]
+        recipe = self.step.recipes[kind]
+        ways = of_call(recipe.call).get("moments")
+        if ways is None:  # on paper
+            return 0.0
+        given = _given(recipe.call, job.direction)
+        sizes = {node: _output(node, job.direction)[1] for node in recipe.before}
+        posted = map(self._received, self.step.posts.get(op, ()))
+        most = now = sum(sizes.values()) + sum(born.size for born in posted)
+        for node, value in zip(self.step.reads[kind], op.args[1], strict=True):
+            sizes[node] = freed.get(value, 0.0)
+            if node not in given.values():  # what is added up before the call
+                now -= sizes[node] * (not of_call(node).get("bundle"))
+        gradients = (JobOutput(n, job.microbatch) for n in self.step.gives[kind])
+        adds = any((value, op.task) in self.added for value in gradients)
+        for gone, size in ways[-1 if adds else 0]:
+            now -= sum(sizes.get(given[i], 0.0) for i in gone)
+            most = max(most, now + size)
+        return most
+
     def _received(self, message: Message) -> Born:
         """What comes, once it is decoded."""
         value = message.value
@@ -232,12 +259,13 @@ def _walk(
             now[kind] -= size
 
     for place, line in enumerate(lines):
+        ended, before = ends.pop(place, []), sum(now)
+        freed = {v: held[home[v]][1] for v in ended if names[home[v]] == 1}
         if _is_backward(line):  # it lets go of activations as it goes
-            ended = ends.pop(place, [])
             gone = {v for v in ended if held[home[v]][0] == ACTIVATIONS}
             for value in gone:
                 end(value)
-            ends[place] = [value for value in ended if value not in gone]
+            ended = [value for value in ended if value not in gone]
         for born in lives.made(line, worker):
             where = home.get(born.home, born.home) if born.home else born.value
             if isinstance(where, Weights):
@@ -246,19 +274,38 @@ def _walk(
                 continue
             home[born.value] = where
             names[where] += 1
-            ends.setdefault(last.get(born.value, place), []).append(born.value)
+            end_at = last.get(born.value, place)
+            at = ended if end_at == place else ends.setdefault(end_at, [])
+            at.append(born.value)
             if where not in held:
                 held[where] = born.kind, born.size
                 now[born.kind] += born.size
+        if _is_job(line):
+            most = before + lives.most(line, freed)
+            now[TEMPORARY] = max(0.0, most - sum(now))
         yield line, now
-        for value in ends.pop(place, ()):
+        now[TEMPORARY] = 0.0
+        for value in ended:
             end(value)
 
 
+def _given(call: fx.Node, direction: Direction) -> dict[int, Any]:
+    """A call's inputs and tangents, by the numbers that job_moments gives them."""
+    args = arguments(call)
+    inputs, tangents = {
+        Direction.FORWARD: (args[1], ()),
+        Direction.BACKWARD: args[-3:-1],
+    }.get(direction, ((), ()))
+    return dict(enumerate(inputs)) | {-1 - i: each for i, each in enumerate(tangents)}
+
+
+def _is_job(line: Op | Message) -> TypeGuard[Op]:
+    return isinstance(line, Op) and line.target is None and line.job is not None
+
+
 def _is_backward(line: Op | Message) -> bool:
-    if isinstance(line, Message) or line.target is not None or line.job is None:
-        return False
-    return line.job.direction is not Direction.FORWARD
+    forward = Direction.FORWARD
+    return _is_job(line) and line.job is not None and line.job.direction is not forward
 
 
 def _output(node: fx.Node, direction: Direction) -> tuple[int | None, float]:

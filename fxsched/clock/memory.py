@@ -22,6 +22,7 @@ class Memory(NamedTuple):
     gradients: sums of gradients, of the worker's own weights and of others'.
     state: the optimizer's state.
     activations: activations of microbatches between F and B (or W).
+    temporary: what a job holds only while it runs.
     """
 
     weights: float = 0.0
@@ -30,6 +31,7 @@ class Memory(NamedTuple):
     gradients: float = 0.0
     state: float = 0.0
     activations: float = 0.0
+    temporary: float = 0.0
 
     @property
     def total(self) -> float:

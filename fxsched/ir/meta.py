@@ -14,6 +14,8 @@ from torch import fx
 from ..jobs.job import Direction
 from .graphs import Role, Specs
 
+Moments = tuple[tuple[tuple[int, ...], int], ...]
+
 
 class AnyRecord(TypedDict, total=False):
     """Of a node of either graph.
@@ -92,6 +94,8 @@ class CallRecord(AnyRecord, total=False):
     specs: shapes of the tensors in a value. bundle: whether it is a tuple of them.
     held: bytes of memory that it takes which no other value of its job has; received:
         those that it takes where a message brings it.
+    moments: what a job takes while it runs, and where its gradients are added to sums;
+        see autodiff/temporaries.py.
     trained: whether what a stage gives has a gradient.
     worker: that runs it. task: the job or other piece of work that it belongs to; n:
         priority of that. job: the job that a call is.
@@ -109,6 +113,7 @@ class CallRecord(AnyRecord, total=False):
     bundle: bool
     held: float
     received: float
+    moments: tuple[Moments, ...]
     trained: bool
     worker: int
     task: str
