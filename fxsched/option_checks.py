@@ -18,7 +18,14 @@ from .capture.caller import parts
 from .clock.network import Network, Wires
 from .ir.encodings import AS_IT_IS, TYPES, Encode
 from .ir.loss_scale import read_scale
-from .ir.request import BufferReduction, CutWord, OutputReduction, Shards
+from .ir.request import (
+    BufferReduction,
+    Carried,
+    Carry,
+    CutWord,
+    OutputReduction,
+    Shards,
+)
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import is_int, is_number, shown
@@ -259,6 +266,23 @@ def cut_words(name: str, shards: object) -> Shards:
     return tuple(words)
 
 
+def carried(name: str, carry: Any) -> Carried:
+    """What B gets: a word, a function of the stage, or words by names of modules."""
+    checked: Carried = carry
+    if callable(carry) or isinstance(carry, tuple):
+        return checked  # a tuple is one that was checked before
+    words, allowed = [carry], get_args(Carry)
+    if isinstance(carry, Mapping):
+        words, allowed = list(carry.values()), allowed[1:]
+    if not words or any(word not in allowed for word in words):
+        raise PlanError(
+            f"backend(carry={carry!r}): give 'auto', 'saved', 'recompute', a function "
+            "of the stage that returns 'saved' or 'recompute', or a dict from names of "
+            "modules, in which * stands for any, to one of these two"
+        )
+    return tuple(carry.items()) if isinstance(carry, Mapping) else checked
+
+
 def wires(name: str, network: object) -> Wires | None:
     """A Network or Link, or the file of one."""
     if network is None or isinstance(network, Wires):
@@ -275,6 +299,7 @@ CHECKS: dict[str, Check] = {  # of options that are neither words nor bools
     "schedule": checked_schedule,
     "stages": stage_names,
     "passes": functions("program"),
+    "carry": carried,
     "memory_limit": above_zero("bytes"),
     "same_stage": stage_groups,
     "profile": profiled,

@@ -79,8 +79,12 @@ class Options:
     order: "static" (each worker runs its program as planned; schedules with
         in_order=True always do) or "dynamic" (of the jobs that are ready, a worker runs
         the one with the smallest n).
-    carry: "saved" (B gets the tensors that F saved) or "recompute" (B gets the stage's
-        inputs and runs F again).
+    carry: "saved" (B gets the tensors that F saved), "recompute" (B gets the stage's
+        inputs and runs F again), or "auto": "saved", and under a memory_limit blocks of
+        the model are computed again as far as that makes the step fit. Or a function of
+        the stage that returns "saved" or "recompute"; or a dict from names of modules,
+        in which * stands for any, to these words: B gets the inputs of a module that is
+        "recompute", and runs it again when it needs it. The last name that fits counts.
     loss_reduction: "exact" (the loss and outputs that eager PyTorch computes on the
         whole batch; operations in which rows of the batch meet run once, in a
         global-batch stage, and all others on microbatches); "mean" or "sum" of the
@@ -217,7 +221,7 @@ class Options:
     stages: str | Sequence[str] = "auto"
     transport: Transport | None = None
     order: Order = "static"
-    carry: Carry = "saved"
+    carry: Carry | Callable[[int], Carry] | Mapping[str, Carry] = "auto"
     loss_reduction: LossReduction = "exact"
     stage_compiler: StageCompiler = "eager"
     passes: Sequence[Pass] = ()

@@ -28,6 +28,7 @@ from .partition.measure import Known, known_nodes
 from .passes.differentiate import differentiate_stages
 from .passes.gradient_order import keep_gradient_order
 from .passes.partition import assign_stages
+from .passes.recompute import mark_recomputed
 from .passes.shard import shard_stages
 from .passes.share import copy_shared
 from .passes.split import split_stages
@@ -41,6 +42,7 @@ from .plans.plan import Plan, Programs
 from .progress import Progress
 
 GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its facts
+    mark_recomputed,  # what B computes again of the modules that the user names
     assign_stages,  # every node gets a stage
     shard_stages,  # which is cut into shards, where the schedule has some
     keep_gradient_order,  # what several stages read, where that is asked

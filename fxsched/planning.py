@@ -26,6 +26,7 @@ from .ir.parts import bytes_of_parts, in_parts
 from .ir.request import LossReduction, Request
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
+from .memory_limit import plan_within
 from .norms import trace_norms
 from .options import Options
 from .pairs import trace_pairs
@@ -106,23 +107,27 @@ def plan_call(
     request = _request(args, batch, options, workers)
     with Progress() as progress, no_collection():
 
-        def make(schedule: Schedule) -> Traces:
-            asking = replace(request, schedule=schedule)
-            return _traces(gm, args, batch, asking, options, progress)
+        def planned(request: Request) -> CallPlan:
+            def make(schedule: Schedule) -> Traces:
+                asking = replace(request, schedule=schedule)
+                return _traces(gm, args, batch, asking, options, progress)
 
-        own = options.passes or options.model_passes or options.measured is not None
-        if own or request.schedule.shards > 1:
-            traces = make(request.schedule)
-        else:
-            more = sorted(specs_of(args).items()), options.stage_compiler, batch
-            shapes = options.stage_compiler != "eager"
-            traces = found_or_made(gm, args, request, more, make, shapes)
-        request = replace(request, loss_reduction=traces.loss_reduction)
-        request = _with_parts(args, request, options, traces)
-        plan = make_plan(traces.stages, request, tuple(options.passes), progress)
+            own = options.passes or options.model_passes or options.measured is not None
+            if own or request.schedule.shards > 1:
+                traces = make(request.schedule)
+            else:
+                more = sorted(specs_of(args).items()), options.stage_compiler, batch
+                shapes = options.stage_compiler != "eager"
+                traces = found_or_made(gm, args, request, more, make, shapes)
+            request = replace(request, loss_reduction=traces.loss_reduction)
+            request = _with_parts(args, request, options, traces)
+            plan = make_plan(traces.stages, request, tuple(options.passes), progress)
+            return CallPlan(plan, traces, request)
+
+        called = plan_within(planned, request)
     if request.rows == "local" and isinstance(workers, Ranks):
-        check_local(plan, options.request.schedule)
-    return CallPlan(plan, traces, request)
+        check_local(called.plan, options.request.schedule)
+    return called
 
 
 def _with_parts(
@@ -160,8 +165,10 @@ def _request(
     """The backend's request, with what this call decides."""
     request, known = options.request, placed(args) if workers else []
     updaters = {i: each.updater for i, each in known}
+    limited = request.memory_limit is not None and torch.is_grad_enabled()
     return replace(
         request,
+        carry=request.carry if limited or request.carry != "auto" else "saved",
         updates=positions_of(options.optimizer, args) if options.optimizer else (),
         moments=_moments(args, options),
         state_bytes=state_bytes(options.optimizer, args),

@@ -2,7 +2,7 @@
 
 For your own passes: stage_graphs and replaces.
 
-Imports: autodiff, checker, clock, ir, jobs, partition, placement.
+Imports: accounts, autodiff, checker, clock, ir, jobs, partition, placement.
 """
 
 from .users import replaces, stage_graphs

@@ -16,6 +16,7 @@ from ..ir.request import Request
 from ..jobs.job import PlanError, UnknownModule
 from ..partition.costs import send_seconds
 from ..partition.cut_cost import Cut, Hyperedge, Problem, Unit
+from .recompute import Regions, value_bytes
 
 Block = list[fx.Node]
 
@@ -32,6 +33,7 @@ def send_time(node: fx.Node, request: Request) -> float:
 def cut_problem(blocks: list[Block], request: Request) -> Problem:
     """Blocks as units, what they make for others as hyperedges."""
     of = {node: i for i, block in enumerate(blocks) for node in block}
+    regions = Regions(of)
     known: set[fx.Node] = set()  # state that is counted already
     units, edges, apart = [], [], set()
     for i, block in enumerate(blocks):
@@ -42,11 +44,12 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
         units.append(
             Unit(
                 sum(w.forward for w in work),
-                sum(w.backward for w in work),
-                sum(w.held for w in work),
+                sum(w.backward for w in work) + regions.again(block),
+                regions.held(block),
                 sum(of_node(p)["val"].nbytes for p in state) + gradients,
                 gradients,
                 sum(request.state_bytes.get(of_node(p)["index"], 0) for p in state),
+                max((regions.temporary(node) for node in block), default=0),
             )
         )
         for node in block:
@@ -54,7 +57,9 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
             if readers:
                 there = send_time(node, request)
                 gradient = any(t.requires_grad for t in tensors(of_node(node)["val"]))
-                edges.append(Hyperedge(i, readers, there, there * gradient))
+                edges.append(
+                    Hyperedge(i, readers, there, there * gradient, value_bytes(node))
+                )
             if node.target is BOUNDARY:
                 apart |= {(i, reader) for reader in readers}
     return Problem(
@@ -63,6 +68,7 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
         rounds=0.0,
         apart=frozenset(apart),
         in_ring=request.sums_in_ring,
+        recomputes=lambda stage: request.carries(stage) == "recompute",
     )
 
 

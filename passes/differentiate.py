@@ -250,7 +250,7 @@ class _Differentiation:
         outs = _parts(call)
         pair = self.pairs[call]
         # F again would see buffers that it has written meanwhile
-        recompute = self.request.carry == "recompute" and not pair.mutated
+        recompute = self.request.carries(stage) == "recompute" and not pair.mutated
         # or what the model has by the time of backward()
         numbers = [of_call(weights)["group"] for weights in arguments(call)[0]]
         written = any(self.groups[number].written for number in numbers)
@@ -317,6 +317,8 @@ class _Differentiation:
         )
         # 0 would say that it has no B, where it only gives a gradient another shape
         data = Stage(backward=max(now + later, SHORTEST), weight=later, held=held)
+        forward_most = of_call(forward)["moments"]
+        data["temporary"] = max(0, _most(forward_most) - held, _most(moments))
         self.stages.nodes[stage].update(data)
         note_call(
             backward,
@@ -367,6 +369,7 @@ class _Differentiation:
         note_call(forward, stage=stage, seconds=seconds, moments=moments)
         of_call(forward)["draw"] = of_call(call)["draw"] if pair.random else None
         data = Stage(forward=seconds, backward=0.0, weight=0.0, held=0)
+        data["temporary"] = _most(moments)
         self.stages.nodes[stage].update(data)
         written = sorted({places[i][0] for i in pair.mutated})
         with self.graph.inserting_after(forward):
@@ -503,6 +506,11 @@ class _Differentiation:
                     write_code(flat)
             self.cache[key] = pair
         return self.cache[key]
+
+
+def _most(moments: tuple[Moments, ...]) -> float:
+    """Bytes that a job takes at most, where its gradients are added to sums."""
+    return max(size for _, size in moments[-1])
 
 
 def _parts(call: fx.Node) -> list[fx.Node]:

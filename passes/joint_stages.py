@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import networkx as nx
-from torch import fx
 
 from ..clock.stage_graph import run_stages, step_seconds
-from ..ir.graphs import Role, tensors
+from ..ir.graphs import Role
 from ..ir.meta import of_node
 from ..ir.request import Request
 from ..ir.user_line import line_of
@@ -64,9 +63,8 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:
             for node in block:
                 of_node(node)["stage"] = best.stage[i]
         schedule, stages = best.fitted
-        read = _bytes_read(blocks, len(stages))
         try:
-            check_memory(schedule, stages, read, request.carry, request.memory_limit)
+            check_memory(schedule, stages, request.memory_limit)
             return best.fitted
         except PlanError as error:
             errors.append(error)
@@ -155,26 +153,12 @@ def _cut_within(problem: Problem, phases: Sequence[int], request: Request) -> Cu
     """A cut within the limit, if there is one where nothing waits for rows to meet;
     check_memory says whether it is one where they do."""
     schedule, limit = request.schedule, request.memory_limit
-    if limit is not None and request.carry == "saved":
+    if limit is not None:
         try:
             return cut_phases(problem, phases, schedule, limit)
         except MemoryLimitError:
             pass  # what is said of all stages says more
     return cut_phases(problem, phases, schedule, None)
-
-
-def _bytes_read(blocks: list[Block], count: int) -> dict[int, float]:
-    """What each stage reads of others in one job."""
-    read: dict[int, set[fx.Node]] = {s: set() for s in range(count)}
-    for node in (node for block in blocks for node in block):
-        stage = of_node(node)["stage"]
-        read[stage].update(
-            p for p in node.all_input_nodes if of_node(p).get("stage", stage) != stage
-        )
-    return {
-        s: float(sum(t.nbytes for p in nodes for t in tensors(of_node(p)["val"])))
-        for s, nodes in read.items()
-    }
 
 
 class _Parts:

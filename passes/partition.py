@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import networkx as nx
 from torch import Tensor, fx
@@ -32,7 +33,8 @@ from .cut_problem import (
     send_time,
 )
 from .gradient_order import has_gaps
-from .joint_stages import stages_with_joint
+from .joint_stages import Fitted, stages_with_joint
+from .recompute_within import fit_within
 
 
 def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
@@ -56,10 +58,19 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     if len(blocks) < (request.schedule.stages or 1):  # nothing but cheap values
         shared = set()
         blocks = _used(gm, _blocks(gm, request, shared))
+    if request.carry == "auto" and request.memory_limit and request.training:
+        nodes = [node for block in blocks for node in block]
+        fitted = fit_within(nodes, request, partial(_fit, blocks))
+    else:
+        fitted = _fit(blocks, request)
+    gm.meta[FACTS] = replace(facts(gm), **fitted._asdict())
+    return gm
+
+
+def _fit(blocks: list[Block], request: Request) -> Fitted:
+    """Gives every node of the blocks a stage."""
     if any(of_node(node).get("joint") for block in blocks for node in block):
-        fitted = stages_with_joint(blocks, request)
-        gm.meta[FACTS] = replace(facts(gm), **fitted._asdict())
-        return gm
+        return stages_with_joint(blocks, request)
     problem = in_shards(cut_problem(blocks, request), request.schedule.shards)
     if request.stages == "auto":
         choice = choose_cut(problem, request.schedule, request.memory_limit)
@@ -72,8 +83,7 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     for block, stage in zip(blocks, cut, strict=True):
         for node in block:
             of_node(node)["stage"] = stage
-    gm.meta[FACTS] = replace(facts(gm), schedule=schedule, stages=stages)
-    return gm
+    return Fitted(schedule, stages)
 
 
 def _shared(gm: fx.GraphModule, request: Request) -> set[fx.Node]:

@@ -134,7 +134,7 @@ READ: dict[str, tuple[Callable[[str], Any], str]] = {
     "stages": (_listed, "NAME,.."),
     "same_stage": (_groups, "NAME+NAME,.."),
     "batch_dims": (dims, "NAME=DIM,.."),
-    **{"shards": PAIRS, "buffers": PAIRS, "outputs": PAIRS},
+    **{"shards": PAIRS, "buffers": PAIRS, "outputs": PAIRS, "carry": PAIRS},
     "network": (str, "FILE"),
     **{"gradient_dtype": (_dtype, "TYPE"), "encode": (_types, "KIND=TYPE,..")},
 }

@@ -219,13 +219,24 @@ def worker_bytes(
     jobs = events.jobs
     sizes = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
     most = peaks(events, schedule.release, sizes, kept)
-    pairs = zip(weight_bytes(jobs, stages), most, strict=True)
-    total = [weights + held for weights, held in pairs]
+    rows = (weight_bytes(jobs, stages), most, _temporary(jobs, stages))
+    total = list(map(sum, zip(*rows, strict=True)))
     for (_, s), whole in nx.get_edge_attributes(stages, "whole").items():
         kinds = [jobs.at[s, d] for d in schedule.directions if (s, d) in jobs.at]
         for worker in np.unique(jobs.columns.worker[jobs.grid[:, kinds]]):
             total[worker] += 2 * whole  # and its gradient
     return total
+
+
+def _temporary(jobs: Jobs, stages: nx.DiGraph[int]) -> list[float]:
+    """The most that a job of each worker takes while it runs."""
+    most = [0.0] * jobs.workers
+    kind, _, worker = jobs.columns
+    for k, (stage, _) in enumerate(jobs.kinds[: len(jobs.preds)]):
+        size = stages.nodes[stage].get("temporary", 0.0)
+        for w in np.unique(worker[kind == k]) if size else ():
+            most[w] = max(most[w], size)
+    return most
 
 
 def weight_bytes(jobs: Jobs, stages: nx.DiGraph[int]) -> list[float]:

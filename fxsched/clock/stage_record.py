@@ -34,6 +34,7 @@ class Stage(TypedDict, total=False):
         half of it); B takes the rest.
     update: seconds for a step of the optimizer on the stage's weights (by default 0).
     held: bytes of activations between F and B.
+    temporary: bytes that a job takes at most while it runs; 0 if missing.
     weights: bytes of the stage's weights and their gradients, without weights that an
         earlier stage reads.
     gradients: bytes of the gradients in `weights` (by default half).
@@ -60,6 +61,7 @@ class Stage(TypedDict, total=False):
     weight: float
     update: float
     held: float
+    temporary: float
     weights: float
     gradients: float
     state: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -12,15 +12,18 @@ from typing import Literal
 import torch
 
 from ..clock.network import Link, Wires
-from ..jobs.job import Direction, Job
+from ..jobs.answers import OF_STAGE
+from ..jobs.job import Direction, Job, PlanError
 from ..jobs.schedule import Schedule
+from ..jobs.user_values import raised
 from .encodings import AS_IT_IS, Encode
 from .graphs import Specs
 from .parts import KeptParts
 
 # The options of fxsched.backend that are words, and all words that each may be.
 Order = Literal["static", "dynamic"]
-Carry = Literal["saved", "recompute"]
+Carry = Literal["auto", "saved", "recompute"]
+Carried = Carry | Callable[[int], Carry] | tuple[tuple[str, Carry], ...]
 LossReduction = Literal["exact", "mean", "sum", "weighted"]
 Pairs = Literal["auto", "joint", "spread"]
 BatchNorm = Literal["microbatch", "batch"]
@@ -71,7 +74,7 @@ class Request:
 
     schedule: Schedule
     stages: str | tuple[str, ...] = "auto"
-    carry: Carry = "saved"
+    carry: Carried = "saved"
     loss_reduction: LossReduction = "exact"
     training: bool = True
     owners: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -108,6 +111,25 @@ class Request:
     ordered: bool = False
     network: Wires | None = None
     device: Device | None = None
+
+    def carries(self, stage: int) -> Carry:
+        """Whether a stage's B gets what its F saved, or runs F again.
+
+        Modules that are named are computed again without the rest of their stages; see
+        passes/recompute.py. Raises PlanError if a function doesn't say which.
+        """
+        if not callable(self.carry):
+            return "recompute" if self.carry == "recompute" else "saved"
+        number = getattr(stage, "stage", stage)  # of the model's, for a piece of it
+        try:
+            word = self.carry(number)
+        except Exception as error:
+            raise raised(f"carry({number})", error, OF_STAGE) from error
+        if word not in ("saved", "recompute"):
+            raise PlanError(
+                f"carry({number}) returned {word!r}; return 'saved' or 'recompute'"
+            )
+        return word
 
     @cached_property
     def link(self) -> Link | None:

@@ -11,7 +11,7 @@ place of the sum over a chain, as in GraphPipe (Jeon et al. 2024, arXiv 2406.171
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -36,6 +36,14 @@ class Unit(NamedTuple):
     weights: float = 0  # bytes of weights and their gradients
     gradients: float = 0  # of these
     state: float = 0  # bytes of the optimizer's state of the weights
+    temporary: float = 0  # bytes that its jobs take at most while they run
+
+    @classmethod
+    def of(cls, units: Sequence[Unit]) -> Unit:
+        """Several units as one."""
+        temporary = max((unit.temporary for unit in units), default=0)
+        sums = map(sum, zip(*units, strict=True)) if units else (0.0, 0.0)
+        return cls(*sums)._replace(temporary=temporary)
 
     @property
     def seconds(self) -> float:
@@ -50,6 +58,7 @@ class Hyperedge(NamedTuple):
     readers: tuple[int, ...]
     there: float
     back: float = 0.0
+    bytes: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -68,8 +77,10 @@ class Problem:
     floor: seconds up to which no stage counts as slow, since others share its worker.
     apart: pairs of units that may not share a stage.
     in_ring: whether gradients are added up around a ring of workers.
-    limit: bytes that a stage may take, in_flight[k] times what is held, its weights and
-        what the optimizer keeps of them, for the k-th stage; None for no limit.
+    limit: bytes that a stage may take, in_flight[k] times what is held, its weights,
+        what the optimizer keeps of them, and what a job takes while it runs, for the
+        k-th stage; None for no limit.
+    recomputes: whether B of a stage runs F again.
     """
 
     units: tuple[Unit, ...]
@@ -80,6 +91,7 @@ class Problem:
     in_ring: bool = False
     limit: float | None = None
     in_flight: tuple[int, ...] = ()
+    recomputes: Callable[[int], bool] = lambda stage: False
 
     @cached_property
     def graph(self) -> nx.DiGraph[int]:
@@ -108,8 +120,33 @@ class Problem:
 
     def memory(self, members: Sequence[int], k: int) -> float:
         """Bytes of the k-th stage, if it has these units."""
-        units, count = [self.units[u] for u in members], self.in_flight[k]
-        return sum(u.weights + u.state + count * u.held for u in units)
+        stage = self.stage(members, k)
+        held = self.in_flight[k] * stage.held
+        return stage.weights + stage.state + held + stage.temporary
+
+    def stage(self, members: Sequence[int], k: int) -> Unit:
+        """The k-th stage, if it has these units, as one of them. Where B runs F again,
+        what F would save is there while B runs, and what F reads is kept."""
+        whole = Unit.of([self.units[u] for u in members])
+        if not self.recomputes(k):
+            return whole
+        inside = set(members)
+        edges = {edge for u in members for edge in self.reads[u]}
+        read = sum(edge.bytes for edge in edges if edge.maker not in inside)
+        return whole._replace(
+            backward=whole.backward + whole.forward,
+            held=min(whole.held, read),
+            temporary=whole.temporary + whole.held,
+        )
+
+    @cached_property
+    def reads(self) -> list[list[Hyperedge]]:
+        """What each unit reads of others."""
+        reads: list[list[Hyperedge]] = [[] for _ in self.units]
+        for edge in self.edges:
+            for reader in edge.readers:
+                reads[reader].append(edge)
+        return reads
 
 
 def predicted(problem: Problem, stages: Cut) -> float:

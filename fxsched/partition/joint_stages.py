@@ -16,7 +16,7 @@ from ..jobs.job import Job, PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.per_shard import as_per_shard
 from ..jobs.schedule import InFlight, Schedule
-from .cut_cost import Cut, Hyperedge, Problem
+from .cut_cost import Cut, Problem
 from .planner import choose_cut
 
 
@@ -99,7 +99,7 @@ def _part_of(problem: Problem, part: Sequence[int]) -> Problem:
     for edge in problem.edges:
         readers = tuple(new[r] for r in edge.readers if r in new)
         if edge.maker in new and readers:
-            edges.append(Hyperedge(new[edge.maker], readers, edge.there, edge.back))
+            edges.append(edge._replace(maker=new[edge.maker], readers=readers))
     apart = {(new[a], new[b]) for a, b in problem.apart if a in new and b in new}
     units = tuple(problem.units[u] for u in part)
     return replace(problem, units=units, edges=tuple(edges), apart=frozenset(apart))

@@ -315,8 +315,7 @@ class _Joining:
             for unit in members:
                 of[unit] = number
         units = tuple(
-            Unit(*map(sum, zip(*(self.problem.units[m] for m in members), strict=True)))
-            for members in whole
+            Unit.of([self.problem.units[m] for m in members]) for members in whole
         )
         edges = []
         for edge in self.problem.edges:

@@ -28,7 +28,7 @@ from ..clock.stage_graph import (
 from ..clock.timeline import Timeline
 from ..jobs.job import Direction, Job, PlanError
 from ..jobs.schedule import Schedule
-from .cut_cost import Cut, Problem, Unit
+from .cut_cost import Cut, Problem
 from .partitioner import best_cut, improve
 
 # A schedule that leaves the number of stages open gets up to so many a worker; a few
@@ -54,7 +54,14 @@ WORTH, STAGE_WORTH, LOOP_WORTH = 0.02, 0.06, 0.07
 
 
 class MemoryLimitError(PlanError):
-    """No cut keeps all workers within the memory limit."""
+    """No cut keeps all workers within the memory limit.
+
+    least: the fewest bytes that were found.
+    """
+
+    def __init__(self, text: str, least: float) -> None:
+        super().__init__(text)
+        self.least = least
 
 
 class Choice(NamedTuple):
@@ -113,7 +120,8 @@ def fastest(choices: Sequence[Choice], memory_limit: float | None) -> Choice:
             raise MemoryLimitError(
                 f"memory_limit={memory_limit:.0f}: however stages are cut into shards, "
                 f"a worker holds {least:.0f} bytes or more; raise the limit, use more "
-                "workers, stages or shards, smaller microbatches, or in_flight"
+                "workers, stages or shards, smaller microbatches, or in_flight",
+                least,
             )
         choices = within
     return min(choices, key=lambda each: each.seconds)
@@ -295,7 +303,8 @@ class _Planner:
             f"memory_limit={self.limit:.0f}: no cut keeps every worker within it; the "
             f"best found holds {best.bytes:.0f} bytes, in {best.stages} stages"
             f"{_kinds(best)}; raise the limit, use more workers or stages, smaller "
-            "microbatches, or in_flight"
+            "microbatches, or in_flight",
+            best.bytes,
         )
 
 
@@ -326,12 +335,11 @@ def number(problem: Problem, cut: Cut) -> Cut:
 def stage_graph(problem: Problem, cut: Cut) -> nx.DiGraph[int]:
     """The stages of a cut as clock.stage_graph wants them."""
     stages: nx.DiGraph[int] = nx.DiGraph()
-    for stage in range(max(cut, default=-1) + 1):
-        stages.add_node(stage, **dict.fromkeys(Unit._fields, 0))
-    for unit, stage in zip(problem.units, cut, strict=True):
-        data = stages.nodes[stage]
-        for name, amount in unit._asdict().items():
-            data[name] += amount
+    members: list[list[int]] = [[] for _ in range(max(cut, default=-1) + 1)]
+    for unit, stage in enumerate(cut):
+        members[stage].append(unit)
+    for stage, inside in enumerate(members):
+        stages.add_node(stage, **problem.stage(inside, stage)._asdict())
     for transfer in problem.edges:
         maker = cut[transfer.maker]
         for reader in sorted({cut[r] for r in transfer.readers} - {maker}):

@@ -149,7 +149,9 @@ def test_tables_say_what_workers_hold_where_there_are_updates() -> None:
     plan = planned("pipedream", "mlp", True)
     for text in (str(plan), plan.explain()):
         assert re.search(
-            "^worker +weights +versions +gradients +activations +tog", text, re.M
+            "^worker +weights +versions +gradients +activations +temporary +tog",
+            text,
+            re.M,
         )
         assert "without the optimizer's state: give the plan optimizer=" in text
     assert "together" not in str(planned("1f1b", "mlp", False))

@@ -1,0 +1,101 @@
+"""Plans in which no worker holds more than a limit, as plan.memory counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from .draw.palette import clock
+from .ir.request import Request
+from .partition.joint_memory import waiting_text
+from .partition.planner import MemoryLimitError
+from .plans.plan import Plan
+
+ATTEMPTS = 4  # plans besides the one without a limit
+NEAR = 0.95  # of the limit: if a plan holds as much, no further one is tried
+
+
+class Planned(Protocol):
+    """What has a plan."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+
+
+Found = TypeVar("Found", bound=Planned)
+
+
+def plan_within(make: Callable[[Request], Found], request: Request) -> Found:
+    """The plan with the shortest predicted step of those within request.memory_limit.
+
+    make: plans for a request, whose limit it keeps by estimates.
+    Raises MemoryLimitError with the least that a plan was found to hold.
+    """
+    limit = request.memory_limit
+    if limit is None or request.schedule.shards > 1:
+        return make(request)
+    plans = [make(replace(request, memory_limit=None))]
+    if _held(plans[0]) > limit:
+        plans += _limited(make, request, limit)
+    within = [found for found in plans if _held(found) <= limit]
+    if within:
+        return min(within, key=lambda found: found.plan.simulate().latency)
+    least = min(plans, key=_held).plan
+    hint = "" if request.carry == "auto" else _hint(make, request, limit)
+    raise _refusal(least, limit, hint)
+
+
+def _limited(
+    make: Callable[[Request], Found], request: Request, limit: float
+) -> Iterator[Found]:
+    """Plans that should be within the limit. What the estimates miss is seen on each
+    plan, and the next one is made for a limit that is as much lower, or higher."""
+    target = limit
+    for _ in range(ATTEMPTS):
+        try:
+            found = make(replace(request, memory_limit=target))
+        except MemoryLimitError as error:
+            if error.least <= limit:  # it was found already
+                return
+            target = limit = error.least
+            continue
+        yield found
+        if NEAR * limit <= _held(found) <= limit:
+            return
+        target *= limit / _held(found)
+
+
+def _held(found: Planned) -> float:
+    """Bytes of the worker that holds the most."""
+    return max(peaks.at_once.total for peaks in found.plan.memory)
+
+
+def _hint(make: Callable[[Request], Found], request: Request, limit: float) -> str:
+    """What suffices, if computing blocks again does."""
+    try:
+        again = plan_within(make, replace(request, carry="auto")).plan
+    except MemoryLimitError:
+        return ""
+    seconds = again.simulate().latency
+    return (
+        'write carry="auto", with which B computes blocks again, and the predicted '
+        f"step takes {clock(seconds, 's').text(seconds)}; or "
+    )
+
+
+def _refusal(plan: Plan, limit: float, hint: str) -> MemoryLimitError:
+    """The error of a limit that the plan with the least memory doesn't keep."""
+    held = [peaks.at_once for peaks in plan.memory]
+    worker = max(range(len(held)), key=lambda w: held[w].total)
+    kinds = held[worker]._asdict().items()
+    sizes = ", ".join(f"{kind} {size:.0f}" for kind, size in kinds if size)
+    return MemoryLimitError(
+        f"memory_limit={limit:.0f}: no cut keeps every worker within it; the best "
+        f"found holds {held[worker].total:.0f} bytes on worker {worker} ({sizes}), in "
+        f"{len(plan.stages)} stages{waiting_text(plan.schedule, plan.stages)}; {hint}"
+        "raise the limit, use more workers or stages, "
+        "smaller microbatches, or in_flight",
+        held[worker].total,
+    )

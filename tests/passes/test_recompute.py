@@ -1,0 +1,105 @@
+"""What B computes again: by stage, by module, and as far as a limit asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxsched
+from fxsched import Plan, PlanError, schedules
+from tests.allocated import made
+from tests.cases import SCHEDULES, assert_equal, build, eager_step, train
+
+
+def first_stages(stage: int) -> str:
+    return "recompute" if stage < 2 else "saved"
+
+
+CARRIES: dict[str, Any] = {
+    "stages": first_stages,
+    "blocks": {"*": "saved", "*.0": "recompute"},
+    "all": {"*": "recompute"},
+}
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "fsdp", "apart"])
+@pytest.mark.parametrize("carry", CARRIES)
+@pytest.mark.parametrize("name", ["gpt", "two_tower"])
+def test_what_is_computed_again_gives_eagers_gradients(
+    name: str, carry: str, schedule: str
+) -> None:
+    torch._dynamo.reset()
+    way = SCHEDULES[schedule]()
+    model, inputs = build(name)
+    wanted = train(model, lambda: eager_step(model, inputs, way.microbatches), "sgd")
+    other, _ = build(name)
+    compiled = torch.compile(other, backend=fxsched.backend(way, carry=CARRIES[carry]))
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = compiled(*inputs)
+        loss.backward()
+        return loss
+
+    assert_equal(train(other, step, "sgd"), wanted)
+
+
+def planned(**options: Any) -> Plan:
+    model, inputs = made("gpt")
+    return fxsched.plan(model, schedules.one_f_one_b(2, 8), *inputs, **options)
+
+
+def most(plan: Plan) -> float:
+    return max(peaks.at_once.total for peaks in plan.memory)
+
+
+def test_a_stage_or_a_block_alone_is_computed_again() -> None:
+    plain = planned().memory
+    first = planned(stages=("blocks.2",), carry=lambda s: ("recompute", "saved")[s])
+    assert first.memory[0].each.activations < 0.5 * plain[0].each.activations
+    assert first.memory[1].each.activations > 0.8 * plain[1].each.activations
+    blocks = planned(carry={"blocks.*": "recompute"})
+    assert most(blocks) < 0.6 * max(each.at_once.total for each in plain)
+
+
+@pytest.mark.slow
+def test_blocks_are_computed_again_as_far_as_a_limit_asks_for_it() -> None:
+    plain = planned()
+    step = plain.simulate().latency
+    for share, longer in ((1.0, 1.0), (0.8, 1.08), (0.6, 1.2)):
+        limit = share * most(plain)
+        plan = planned(memory_limit=limit)
+        assert most(plan) <= limit
+        assert plan.simulate().latency <= longer * step
+    with pytest.raises(PlanError, match=r"found holds (\d+) bytes on worker \d"):
+        planned(memory_limit=0.2 * most(plain))
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x)).square().mean()
+
+
+def test_errors_name_the_option_and_what_is_allowed() -> None:
+    for carry, text in (
+        ({"block.*": "recompute"}, r"'block\.\*'.*name one, such as blocks"),
+        (lambda s: 3, r"carry\(0\) returned 3; return 'saved' or 'recompute'"),
+        (lambda s: 1 // 0, r"carry\(0\) .*ZeroDivisionError"),
+        ({"blocks.0": "twice"}, "give 'auto', 'saved', 'recompute', a function"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            planned(carry=carry)
+    with pytest.raises(PlanError, match="norm writes into a buffer"):
+        fxsched.plan(
+            Counted(),
+            schedules.gpipe(1, 2),
+            torch.ones(4, 8),
+            carry={"norm": "recompute"},
+            batch_norm="microbatch",
+        )
