@@ -1,19 +1,23 @@
 """Calls of graphs in a model, which are put in the place of the calls, and
-torch.utils.checkpoint, which is one: what it marks is computed again in B."""
+torch.utils.checkpoint, which is one: what it marks is computed again in B, but for what
+its policy saves (selective activation checkpointing)."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ..ir.graphs import draws
 from ..ir.lazy import lazy_module
 from ..ir.meta import of_node
+from ..jobs.job import PlanError
 
 MARK = torch.ops.higher_order.tag_activation_checkpoint
 CALLS = {  # of graphs, by the first argument that is one of theirs
@@ -23,9 +27,32 @@ CALLS = {  # of graphs, by the first argument that is one of theirs
 }
 
 
+SAVING = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+class Checkpoint(NamedTuple):
+    """A call of torch.utils.checkpoint. policy: says of an operation whether F saves
+    what it gives, as in create_selective_checkpoint_contexts; None: of none."""
+
+    number: int
+    policy: Callable[..., CheckpointPolicy | bool] | None
+
+    def saves(self, node: fx.Node) -> bool:
+        """Whether F saves what a node gives."""
+        if self.policy is None:
+            return False
+        output = of_node(node)["val"]
+        given = {"is_recompute": False, "op_output": output}
+        known = inspect.signature(SelectiveCheckpointContext).parameters
+        context = SelectiveCheckpointContext(**{k: given[k] for k in known})
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: of_node(n)["val"])
+        answer = self.policy(context, node.target, *args, **kwargs)
+        return answer is True or answer in SAVING
+
+
 def inline_bodies(gm: fx.GraphModule) -> fx.GraphModule:
     """Dynamo's graph with functions that it calls as graphs in place of their calls;
-    nodes of checkpointed ones carry the number of the call as meta["recompute"].
+    nodes of checkpointed ones carry the call, a Checkpoint, as meta["recompute"].
 
     before: y = tag_activation_checkpoint(body, x); z = y[0]
     after:  h = linear(x, w); z = tanh(h)
@@ -48,7 +75,7 @@ class _Inliner:
         self.regions: Iterator[int] = itertools.count(1)
 
     def copy(
-        self, gm: fx.GraphModule, new: dict[fx.Node, Any], region: int | None
+        self, gm: fx.GraphModule, new: dict[fx.Node, Any], region: Checkpoint | None
     ) -> Any:
         """Copies a graph's nodes, but for inputs that `new` has; gives its output."""
         for node in gm.graph.nodes:
@@ -66,7 +93,7 @@ class _Inliner:
                 known = dict(zip(inputs, values, strict=True))
                 number = region
                 if region is None and node.target is MARK:
-                    number = next(self.regions)
+                    number = Checkpoint(next(self.regions), _policy(inner))
                 new[node] = self.copy(inner, known, number)
             elif node.target is operator.getitem and isinstance(
                 new[node.args[0]], tuple
@@ -89,11 +116,28 @@ class _Inliner:
         return copy
 
 
+def _policy(body: fx.GraphModule) -> Any:
+    """What says which operations of a checkpointed function are saved.
+
+    Raises PlanError for a context_fn that doesn't say it.
+    """
+    contexts = body.meta.get("_checkpoint_context_fn")
+    if contexts is None:
+        return None
+    forward, _ = contexts()
+    if not hasattr(forward, "policy_fn"):
+        raise PlanError(
+            f"torch.utils.checkpoint(context_fn=): what {contexts} saves isn't known; "
+            "use create_selective_checkpoint_contexts, or leave context_fn out"
+        )
+    return forward.policy_fn
+
+
 def recomputed(graph: fx.Graph) -> dict[fx.Node, None]:
     """Nodes of a joint graph's forward that B computes again rather than keeps.
 
     Those that a checkpoint marks, but for what others read, which is kept as in eager,
-    and what draws random numbers: B would draw others.
+    what draws random numbers, since B would draw others, and what a policy saves.
     """
     nodes: dict[fx.Node, None] = {}
     for node in graph.nodes:
@@ -102,6 +146,8 @@ def recomputed(graph: fx.Graph) -> dict[fx.Node, None]:
             continue
         maker = node.args[0] if node.target is operator.getitem else node
         if draws(maker.target, maker.args, maker.kwargs):
+            continue
+        if isinstance(region, Checkpoint) and region.saves(maker):
             continue
         users = [user for user in node.users if is_forward(user)]
         if all(of_node(user).get("recompute") == region for user in users):

@@ -91,7 +91,7 @@ def graph_text(root: torch.nn.Module, graph: fx.Graph) -> str:
     has the constants that they read."""
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     lines = []
-    regions: dict[int, int] = {}  # of torch.utils.checkpoint, numbered anew
+    regions: dict[Any, int] = {}  # that B computes again, numbered anew
     for node in graph.nodes:
         text = repr(fx.map_arg((node.args, node.kwargs), number.__getitem__))
         line = f"{node.op} {text}"
@@ -104,7 +104,8 @@ def graph_text(root: torch.nn.Module, graph: fx.Graph) -> str:
             line += str(id(getattr(root, str(node.target), node)))
         if "recompute" in of_node(node):
             region = of_node(node)["recompute"]
-            line += f" again {regions.setdefault(region, len(regions))}"
+            place = regions.setdefault(region, len(regions))
+            line += f" again {place} {id(getattr(region, 'policy', None))}"
         lines.append(line)
     return "\n".join(lines)
 

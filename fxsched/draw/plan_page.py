@@ -51,8 +51,8 @@ def sections(details: Details) -> str:
     links = _links(details.sent, len(details.held))
     return "\n".join(
         (
-            "<p>Memory: weights, gradients, the optimizer's state, activations, and what "
-            "a job needs while it runs.</p>",
+            "<p>Memory: weights, gradients, the optimizer's state, activations, and "
+            "what a job needs while it runs.</p>",
             "<h2>Stages, and the bytes that a microbatch sends between them</h2>",
             f'<div class="wide" id="stages">{stage_picture(details)}</div>',
             "<h2>Bytes of a step by link</h2>",

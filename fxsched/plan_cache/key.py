@@ -102,6 +102,8 @@ def _argument_lines(args: Sequence[Any]) -> Iterator[str]:
 
 def _graph_lines(gm: fx.GraphModule) -> Iterator[str]:
     """The nodes of a graph, what they call, and where they come from."""
+    if "_checkpoint_context_fn" in gm.meta:
+        raise CannotKeep("a policy of torch.utils.checkpoint")
     for node in gm.graph.nodes:
         target = node.target
         if node.op in ("get_attr", "call_module"):

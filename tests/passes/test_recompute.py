@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fxsched
 from fxsched import Plan, PlanError, schedules
@@ -75,6 +82,52 @@ def test_blocks_are_computed_again_as_far_as_a_limit_asks_for_it() -> None:
         assert plan.simulate().latency <= longer * step
     with pytest.raises(PlanError, match=r"found holds (\d+) bytes on worker \d"):
         planned(memory_limit=0.2 * most(plain))
+
+
+class Selective(nn.Module):
+    def __init__(self, contexts: Any) -> None:
+        super().__init__()
+        layers = (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.block, self.contexts = nn.Sequential(*layers), contexts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        more = {"context_fn": self.contexts} if self.contexts else {}
+        y: torch.Tensor = checkpoint(self.block, x, use_reentrant=False, **more)
+        return y.square().mean()
+
+
+def keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    product = op is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_a_policy_of_a_checkpoint_says_what_is_saved() -> None:
+    x, held = torch.randn(8, 16), []
+    listed = partial(
+        create_selective_checkpoint_contexts, [torch.ops.aten.gelu.default]
+    )
+    for contexts in (
+        None,
+        partial(create_selective_checkpoint_contexts, keeps_products),
+        listed,
+    ):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Selective(contexts)
+        model(x).backward()
+        wanted = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        backend = fxsched.backend(schedules.gpipe(1, 2))
+        torch.compile(model, backend=backend)(x).backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
+        assert backend.plan is not None
+        held.append(backend.plan.memory[0].each.activations)
+    rows = 2 * 4 * 4  # microbatches of so many rows of float32
+    assert held[1] == held[0] + rows * (64 + 16) and held[2] == held[0] + rows * 64
+    with pytest.raises(PlanError, match="create_selective_checkpoint_contexts, or lea"):
+        torch._dynamo.reset()
+        other = Selective(lambda: (nullcontext(), nullcontext()))
+        fxsched.plan(other, schedules.gpipe(1, 2), x)
 
 
 class Counted(nn.Module):
