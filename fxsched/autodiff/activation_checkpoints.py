@@ -8,7 +8,7 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import fx
@@ -117,20 +117,20 @@ class _Inliner:
 
 
 def _policy(body: fx.GraphModule) -> Any:
-    """What says which operations of a checkpointed function are saved.
-
-    Raises PlanError for a context_fn that doesn't say it.
-    """
+    """What says which operations of a checkpointed function are saved; of a context_fn
+    that doesn't say it, a function that raises PlanError."""
     contexts = body.meta.get("_checkpoint_context_fn")
     if contexts is None:
         return None
     forward, _ = contexts()
-    if not hasattr(forward, "policy_fn"):
+
+    def refuse(*asked: object, **more: object) -> NoReturn:
         raise PlanError(
             f"torch.utils.checkpoint(context_fn=): what {contexts} saves isn't known; "
             "use create_selective_checkpoint_contexts, or leave context_fn out"
         )
-    return forward.policy_fn
+
+    return getattr(forward, "policy_fn", refuse)
 
 
 def recomputed(graph: fx.Graph) -> dict[fx.Node, None]:
