@@ -13,7 +13,7 @@ from .partition.planner import MemoryLimitError
 from .plans.plan import Plan
 
 ATTEMPTS = 4  # plans besides the one without a limit
-NEAR = 0.95  # of the limit: if a plan holds as much, no further one is tried
+NEAR = 0.92  # of the limit: if a plan holds as much, no further one is tried
 
 
 class Planned(Protocol):
@@ -51,7 +51,8 @@ def _limited(
     make: Callable[[Request], Found], request: Request, limit: float
 ) -> Iterator[Found]:
     """Plans that should be within the limit. What the estimates miss is seen on each
-    plan, and the next one is made for a limit that is as much lower, or higher."""
+    plan, and the next one is made for a limit that is lower, or higher, by twice as
+    much, as blocks are large."""
     target = limit
     for _ in range(ATTEMPTS):
         try:
@@ -64,7 +65,7 @@ def _limited(
         yield found
         if NEAR * limit <= _held(found) <= limit:
             return
-        target *= limit / _held(found)
+        target *= (limit / _held(found)) ** 2
 
 
 def _held(found: Planned) -> float:

@@ -112,7 +112,7 @@ def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
     given = planned_options(options) | {"memory_limit": None}
     best = case.searched(given, **sought)
     _save(best, options)
-    planned = case.planned(best, given)
+    planned = case.planned(best, given | {"memory_limit": options["memory_limit"]})
     click.echo(f"\n{planned.explain()}")
     simulate_options.show_pictures(planned.simulate(), options, planned.diagram)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from random import Random
 from typing import Any
@@ -70,7 +71,7 @@ def search(
         the number of microbatches whose activations of a stage it may hold, with one
         stage for each worker (activations of smaller stages count less). If stages have
         `held`, `weights` and `state`: bytes of weights, gradients, optimizer state and
-        activations.
+        activations. A model is planned with it: give the backend the same.
     transfer: as for simulate; None for the network of the Plan or of the model's plans
         (network= in kwargs), or else the `seconds` of the edges between stages.
     seed: the seed of the search; equal seeds give equal schedules.
@@ -104,6 +105,8 @@ def search(
             given = sought.kwargs.get("prefetch", 1)
             prefetch = given if prefetch is None else prefetch
         limit = inf if memory_limit is None else memory_limit
+        if costs.plan is not None and memory_limit is not None:
+            costs = costs._replace(plan=partial(sought.plan, memory_limit=limit))
         rules = (limit, transfer, objective, split_backward, prefetch, kept)
         goal = Goal(workers, costs.microbatches or microbatches, *rules)
         comparison = Comparison(costs, goal, progress.at)
@@ -247,8 +250,8 @@ class _Subject:
             network=last.network, microbatches=last.schedule.microbatches
         )
 
-    def plan(self, schedule: Schedule) -> Plan:
-        return plan(self.subject, schedule, *self.args, **self.kwargs)
+    def plan(self, schedule: Schedule, **limits: float) -> Plan:
+        return plan(self.subject, schedule, *self.args, **self.kwargs, **limits)
 
 
 def _in_turns(workers: int, microbatches: int, count: int, split: bool) -> Schedule:
