@@ -34,6 +34,7 @@ from .cut_problem import (
 )
 from .gradient_order import has_gaps
 from .joint_stages import Fitted, stages_with_joint
+from .recompute import again_text
 from .recompute_within import fit_within
 
 
@@ -63,7 +64,8 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         fitted = fit_within(nodes, request, partial(_fit, blocks))
     else:
         fitted = _fit(blocks, request)
-    gm.meta[FACTS] = replace(facts(gm), **fitted._asdict())
+    known = replace(facts(gm), **fitted._asdict(), again=again_text(gm.graph.nodes))
+    gm.meta[FACTS] = known
     return gm
 
 

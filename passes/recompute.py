@@ -71,6 +71,15 @@ def marked(node: fx.Node) -> object:
     return of_node(node).get("recompute")
 
 
+def again_text(nodes: Iterable[fx.Node]) -> str:
+    """What is said of modules that B computes again."""
+    regions = (marked(node) for node in nodes)
+    names = ", ".join(dict.fromkeys(r for r in regions if isinstance(r, str)))
+    return f"B computes again, instead of keeping what F computes: {names}" * bool(
+        names
+    )
+
+
 class Regions:
     """What regions of nodes save, and what is kept of them if B computes them again.
 

@@ -78,6 +78,12 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
 @click.option(
     "--model", metavar="MODEL", help=f"{simulate_options.MODEL}, as for fxsched plan"
 )
+@click.option(
+    "--memory",
+    is_flag=True,
+    help="with --model: also plan under lower and lower limits of memory, and list the "
+    "plans whose step is the shortest of all that hold as little",
+)
 @click.pass_context
 def compare(
     ctx: click.Context,
@@ -105,6 +111,8 @@ def compare(
         zip(SYNCHRONOUS, SYNCHRONOUS, strict=True)
     )
     if model is None:
+        if options["memory"]:
+            raise PlanError("--memory plans a model; give --model too")
         click.echo(lineup(every, options))
         return
     from .compare_plans import model_lineup

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..draw import tables
@@ -10,6 +10,7 @@ from ..draw.palette import Clock, clock
 from ..draw.whole_stages import meet_notes, stage_count
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
+from ..partition.planner import MemoryLimitError
 from ..progress import Progress
 from ..simulator.simulate import Simulation
 from . import user_file
@@ -17,6 +18,7 @@ from .options import Refused, build_any, passed_options, usual
 from .plan_options import planned_options
 
 HEADERS = "schedule|stages|step {}|bubble|memory|weights|messages"
+LIMITS = (0.8, 0.6, 0.4)  # of what the fastest plan holds
 
 
 class ComparedPlan(NamedTuple):
@@ -25,17 +27,21 @@ class ComparedPlan(NamedTuple):
     name: str
     step: Simulation
 
+    @property
+    def held(self) -> float:
+        """Bytes of the worker that holds the most."""
+        return max(peaks.at_once.total for peaks in self.step.memory)
+
     def cells(self, time: Clock) -> tuple[str, ...]:
         """A row of the table; bytes are the most on any worker."""
         step, workers = self.step, self.step.workers
-        total = max(peaks.at_once.total for peaks in step.memory)
         most = [peaks.each for peaks in step.memory]
         return (
             self.name,
             stage_count(step.stages),
             time.cell(step.latency),
             f"{100 * step.bubble_rate:.1f} %",
-            tables.byte_text(total),
+            tables.byte_text(self.held),
             tables.byte_text(max(each.weights + each.fetched for each in most)),
             f"{sum(w.activations_sent + w.gradients_returned for w in workers)}",
         )
@@ -48,6 +54,9 @@ def model_lineup(
 ) -> str:
     """A table, the shortest predicted step first, and a line for each that can't be
     planned for this model.
+
+    With options["memory"], under lower and lower limits of memory, and of all plans
+    those that no other beats in both.
 
     Raises PlanError if none can, or if the model can't be loaded or traced, and for a
     batch that doesn't divide into the microbatches.
@@ -74,6 +83,14 @@ def model_lineup(
     if not compared:
         raise PlanError("; ".join(lines[:3]))
     compared.sort(key=lambda row: row.step.latency)
+    if options.get("memory"):
+        most = compared[0].held
+        with Progress("comparison") as progress:
+            for number, row in enumerate(list(compared), 1):
+                progress.at(f"limits of {row.name}", number, len(schedules))
+                built = build_any(schedules[row.name], numbers)
+                compared += _limited(case, built, planned, row, most)
+        compared = _frontier(compared)
     time = clock(compared[0].step.latency, "s")
     rows = [row.cells(time) for row in compared]
     width = tables.columns(tables.WIDE)
@@ -82,3 +99,36 @@ def model_lineup(
     title = f"{workers} workers, {microbatches} microbatches, {model}"
     said = tables.wrapped(lines, width)
     return "\n\n".join((title, table, *meet_notes(rows, width), said)).strip()
+
+
+def _limited(
+    case: user_file.Case,
+    schedule: Schedule,
+    options: Mapping[str, Any],
+    free: ComparedPlan,
+    most: float,
+) -> Iterator[ComparedPlan]:
+    """The plans of a schedule under lower and lower limits, as long as there are some.
+
+    free: its plan without one. most: bytes that limits are shares of.
+    """
+    held = free.held
+    for share in LIMITS:
+        if share * most >= held:  # as the last plan
+            continue
+        limited = {**options, "memory_limit": share * most}
+        try:
+            row = ComparedPlan(free.name, case.planned(schedule, limited).simulate())
+        except MemoryLimitError:
+            return
+        held = row.held
+        yield row
+
+
+def _frontier(rows: Sequence[ComparedPlan]) -> list[ComparedPlan]:
+    """Those that have the shortest step of all that hold as little."""
+    kept: list[ComparedPlan] = []
+    for row in sorted(rows, key=lambda row: (row.step.latency, row.held)):
+        if not kept or row.held < kept[-1].held:
+            kept.append(row)
+    return kept

@@ -37,6 +37,7 @@ class Facts:
         of it by split_stages; times and `held` by differentiate_stages).
     groups: weights by owners and readers (split_stages; who gives gradients by
         differentiate_stages).
+    again: which parts of the model B computes again, for people (assign_stages).
     loss: position of the output that B starts from in the call itself, or None
         (differentiate_stages).
     pieces: the stages, where they are pieces of shards, and `parts` the parts of
@@ -53,6 +54,7 @@ class Facts:
     meeting: str = ""
     linear: bool = True
     schedule: Schedule | None = None
+    again: str = ""
     pairs: str = ""
     norms: str = ""
     stages: nx.DiGraph[int] = field(default_factory=nx.DiGraph)

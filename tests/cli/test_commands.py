@@ -337,6 +337,25 @@ def test_compare_plans_a_users_model(
 
 
 @pytest.mark.slow
+def test_compare_lists_what_less_memory_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "long.py"
+    file.write_text(
+        "from tests.allocated import gpt\ndef make():\n    return gpt()\n", "utf-8"
+    )
+    chosen = "--schedules 1f1b --memory --workers 2"
+    cli.main(f"compare {chosen} --model {file}:make".split())
+    text = capsys.readouterr().out
+    rows = re.findall(r"^1f1b +2 +(\S+) +\S+ % +(\S+) MiB", text, re.M)
+    columns = zip(*rows, strict=True)
+    steps, sizes = ([float(each) for each in column] for column in columns)
+    assert len(rows) > 1 and steps == sorted(steps)
+    assert sizes == sorted(sizes, reverse=True)
+    assert "give --model too" in refusal("compare --memory", capsys)
+
+
+@pytest.mark.slow
 def test_compare_explains_the_stars_of_global_batch_stages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
