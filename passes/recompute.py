@@ -75,9 +75,7 @@ def again_text(nodes: Iterable[fx.Node]) -> str:
     """What is said of modules that B computes again."""
     regions = (marked(node) for node in nodes)
     names = ", ".join(dict.fromkeys(r for r in regions if isinstance(r, str)))
-    return f"B computes again, instead of keeping what F computes: {names}" * bool(
-        names
-    )
+    return f"B computes again what F computes of {names}" if names else ""
 
 
 class Regions:
