@@ -5,7 +5,8 @@ one that reads it there; a receive that is posted early has its buffer from then
 lets go of activations as it goes: what it makes counts when these are gone. Values in
 one memory are counted once: a running sum is in the memory of its first gradient,
 updated weights in that of the old. What one job needs while it runs comes on top; so do
-outputs, and what replicas send to be averaged.
+outputs, and what replicas send to be averaged. What waits on disk or on the host takes
+none of it.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from ..ir.step import (
     read,
     values_in,
 )
-from ..jobs.job import Direction, Job
+from ..jobs.job import ELSEWHERE, Direction, Job
+from ..passes.step.place_saved import parked_bytes
 
 WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS = range(6)
 COPIES = (ops.copy, ops.correct, ops.replica, ops.average)
 IN_PLACE = OVER | {ops.take: 2}  # as OVER
+MOVES = (ops.offload, ops.reload)
 SUMS = (ops.reduce, ops.all_reduce, ops.piece, ops.join, ops.cast)
 
 
@@ -50,6 +53,30 @@ def held_bytes(step: Step, state: Mapping[int, int]) -> list[Peaks]:
         _peaks(lives, worker, resident)
         for worker, resident in enumerate(_resident(step, state))
     ]
+
+
+def parked_at_most(step: Step) -> dict[str, list[float]]:
+    """The most bytes of each worker that wait on "disk" and "host" at one time."""
+    found: dict[str, list[float]] = {}
+    for worker, lines in enumerate(step.lines_of if step.jobs.saved else ()):
+        last = {v: i for i, line in enumerate(lines) for v in read(line, worker)}
+        ends: dict[int, float] = {}
+        now = dict.fromkeys(ELSEWHERE, 0.0)
+        for i, line in enumerate(lines):
+            if isinstance(line, Message) or line.target not in MOVES:
+                continue
+            where = line.args[0] if line.target is ops.offload else line.args[0].args[0]
+            if where not in ELSEWHERE:
+                continue
+            if line.target is ops.reload:
+                now[where] -= ends.get(i, 0.0)
+                continue
+            size = parked_bytes(line.args[-1], step)
+            now[where] += size
+            ends[last[line]] = ends.get(last[line], 0.0) + size
+            most = found.setdefault(where, [0.0] * step.jobs.workers)
+            most[worker] = max(most[worker], now[where])
+    return found
 
 
 class During(NamedTuple):
@@ -170,10 +197,21 @@ class _Lives:
             yield Born(line, GRADIENTS, size, line.args[-1])
         elif line.target in IN_PLACE:
             yield Born(line, WEIGHTS, size, line.args[IN_PLACE[line.target]])
+        elif line.target in MOVES:
+            yield self._parked(line)
         elif line.target is ops.replica and not line.args[2]:  # what is there anyway
             yield Born(line, None, size)
         else:
             yield Born(line, self._kind(line), size)
+
+    def _parked(self, line: Op) -> Born:
+        """On a worker they are where they came; what comes from elsewhere is new."""
+        handle = line if line.target is ops.offload else line.args[0]
+        where, _, value = handle.args
+        if not isinstance(where, int):
+            kind = ACTIVATIONS if line is not handle else None
+            return Born(line, kind, parked_bytes(value, self.step))
+        return Born(line, ACTIVATIONS, _bytes(line.specs), line.args[-1])
 
     def _received(self, message: Message) -> Born:
         """What comes, once it is decoded."""
@@ -192,7 +230,7 @@ class _Lives:
         if isinstance(value, Op):
             if value.target in COPIES:
                 return VERSIONS
-            if value.target is ops.add:  # gradients of what all microbatches read
+            if value.target in (ops.add, ops.reload):  # gradients of what all read
                 return ACTIVATIONS
             return GRADIENTS if value.target in (*SUMS, ops.accumulate) else None
         return None

@@ -92,6 +92,7 @@ class CallRecord(AnyRecord, total=False):
     specs: shapes of the tensors in a value. bundle: whether it is a tuple of them.
     held: bytes of memory that it takes which no other value of its job has; received:
         those that it takes where a message brings it.
+    lent: positions of tensors in it that are views of rows of the batch.
     trained: whether what a stage gives has a gradient.
     worker: that runs it. task: the job or other piece of work that it belongs to; n:
         priority of that. job: the job that a call is.
@@ -109,6 +110,7 @@ class CallRecord(AnyRecord, total=False):
     bundle: bool
     held: float
     received: float
+    lent: tuple[int, ...]
     trained: bool
     worker: int
     task: str
