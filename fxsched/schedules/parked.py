@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import networkx as nx
 
-from ..jobs.job import ELSEWHERE, Direction, Job, Placement, PlanError
+from ..jobs.job import ELSEWHERE, Direction, Placement, PlanError
+from ..jobs.per_shard import for_shard
 from ..jobs.schedule import Schedule
 from .arguments import constructor
 
@@ -41,7 +42,7 @@ def parked(
     fit = schedule.fit
 
     def w(s: int, b: int, d: Direction, p: int = 0) -> Placement:
-        place = schedule.place(Job(s, b, d), p)
+        place = Placement(*for_shard(schedule.w, p)(s, b, d))
         if d is not Direction.FORWARD:
             return place
         return place._replace(saved=where(s, b) if callable(where) else where)
