@@ -111,11 +111,11 @@ def _blocks(
 
 
 class _Pinned:
-    """Bytes in memory that a device copies from while the host goes on."""
+    """Bytes on the host, which CUDA copies while the host goes on."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.device = memory.device
-        self.copy = torch.empty(len(memory), dtype=torch.uint8, pin_memory=True)
+        self.device, size, pinned = memory.device, len(memory), memory.is_cuda
+        self.copy = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         self.copy.copy_(memory, non_blocking=True)
 
     def memory(self) -> Tensor:
