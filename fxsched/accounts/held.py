@@ -5,8 +5,8 @@ one that reads it there; a receive that is posted early has its buffer from then
 lets go of activations as it goes: what it makes counts when these are gone. Values in
 one memory are counted once: a running sum is in the memory of its first gradient,
 updated weights in that of the old. What one job needs while it runs comes on top; so do
-outputs, and what replicas send to be averaged. What waits on disk or on the host takes
-none of it.
+outputs, and what replicas send to be averaged. What waits on the host or on disk is
+counted apart.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ..ir.step import (
     read,
     values_in,
 )
-from ..jobs.job import ELSEWHERE, Direction, Job
+from ..jobs.job import Direction, Job
 from ..passes.step.place_saved import parked_bytes
 
-WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS = range(6)
+WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS, HOST, DISK = range(8)
+ELSEWHERE = {"host": HOST, "disk": DISK}
 COPIES = (ops.copy, ops.correct, ops.replica, ops.average)
 IN_PLACE = OVER | {ops.take: 2}  # as OVER
-MOVES = (ops.offload, ops.reload)
 SUMS = (ops.reduce, ops.all_reduce, ops.piece, ops.join, ops.cast)
 
 
@@ -53,30 +53,6 @@ def held_bytes(step: Step, state: Mapping[int, int]) -> list[Peaks]:
         _peaks(lives, worker, resident)
         for worker, resident in enumerate(_resident(step, state))
     ]
-
-
-def parked_at_most(step: Step) -> dict[str, list[float]]:
-    """The most bytes of each worker that wait on "disk" and "host" at one time."""
-    found: dict[str, list[float]] = {}
-    for worker, lines in enumerate(step.lines_of if step.jobs.saved else ()):
-        last = {v: i for i, line in enumerate(lines) for v in read(line, worker)}
-        ends: dict[int, float] = {}
-        now = dict.fromkeys(ELSEWHERE, 0.0)
-        for i, line in enumerate(lines):
-            if isinstance(line, Message) or line.target not in MOVES:
-                continue
-            where = line.args[0] if line.target is ops.offload else line.args[0].args[0]
-            if where not in ELSEWHERE:
-                continue
-            if line.target is ops.reload:
-                now[where] -= ends.get(i, 0.0)
-                continue
-            size = parked_bytes(line.args[-1], step)
-            now[where] += size
-            ends[last[line]] = ends.get(last[line], 0.0) + size
-            most = found.setdefault(where, [0.0] * step.jobs.workers)
-            most[worker] = max(most[worker], now[where])
-    return found
 
 
 class During(NamedTuple):
@@ -105,7 +81,7 @@ def _by_job(
     jobs: list[tuple[Job, float]] = []
     most = 0.0
     for line, now in lines:
-        most = max(most, sum(now))
+        most = max(most, sum(now[:HOST]))
         if isinstance(line, Op) and line.job is not None:
             jobs.append((line.job, most))
             most = 0.0
@@ -128,7 +104,7 @@ def _resident(step: Step, state: Mapping[int, int]) -> Iterator[list[float]]:
     """By worker, what stays: weights, and the optimizer's state of those that it
     updates, with their velocity where a drift is corrected by it, or the momentum of
     outer steps."""
-    held = np.zeros((step.jobs.workers, len(Memory._fields)))
+    held = np.zeros((step.jobs.workers, DISK + 1))
     drifting = zip(step.jobs.kinds, step.jobs.gaps, strict=False)
     stages = {stage for (stage, _), gap in drifting if gap}
     outer = (op for op in step.ops if op.target is ops.take)
@@ -197,21 +173,18 @@ class _Lives:
             yield Born(line, GRADIENTS, size, line.args[-1])
         elif line.target in IN_PLACE:
             yield Born(line, WEIGHTS, size, line.args[IN_PLACE[line.target]])
-        elif line.target in MOVES:
-            yield self._parked(line)
+        elif line.target in (ops.offload, ops.reload):
+            handle = line if line.target is ops.offload else line.args[0]
+            where, _, value = handle.args
+            away, size = ELSEWHERE.get(where), parked_bytes(value, self.step)
+            if away is None:
+                yield Born(line, ACTIVATIONS, size, line.args[-1])
+            else:
+                yield Born(line, away if line is handle else ACTIVATIONS, size)
         elif line.target is ops.replica and not line.args[2]:  # what is there anyway
             yield Born(line, None, size)
         else:
             yield Born(line, self._kind(line), size)
-
-    def _parked(self, line: Op) -> Born:
-        """On a worker they are where they came; what comes from elsewhere is new."""
-        handle = line if line.target is ops.offload else line.args[0]
-        where, _, value = handle.args
-        if not isinstance(where, int):
-            kind = ACTIVATIONS if line is not handle else None
-            return Born(line, kind, parked_bytes(value, self.step))
-        return Born(line, ACTIVATIONS, _bytes(line.specs), line.args[-1])
 
     def _received(self, message: Message) -> Born:
         """What comes, once it is decoded."""
@@ -230,7 +203,8 @@ class _Lives:
         if isinstance(value, Op):
             if value.target in COPIES:
                 return VERSIONS
-            if value.target in (ops.add, ops.reload):  # gradients of what all read
+            # gradients of what all microbatches read, and what comes back
+            if value.target in (ops.add, ops.reload):
                 return ACTIVATIONS
             return GRADIENTS if value.target in (*SUMS, ops.accumulate) else None
         return None
@@ -239,10 +213,10 @@ class _Lives:
 def _peaks(lives: _Lives, worker: int, resident: list[float]) -> Peaks:
     most, each = list(resident), list(resident)
     for _, now in _walk(lives, worker, resident):
-        if sum(now) > sum(most):
+        if sum(now[:HOST]) > sum(most[:HOST]):
             most = list(now)
         each = list(map(max, each, now))
-    return Peaks(Memory(*most), Memory(*each))
+    return Peaks(Memory(*most[:HOST]), Memory(*each[:HOST]), *each[HOST:])
 
 
 def _walk(

@@ -277,7 +277,7 @@ def show(schedule: Schedule, options: Mapping[str, Any], count: int) -> None:
         )
         click.echo(f"\n{wrapped([said])}")
     if shows_memory(options):
-        memory = WorkerMemory(simulation.memory, True, knows_state=True, parked={})
+        memory = WorkerMemory(simulation.memory, True, knows_state=True)
         click.echo("\n" + "\n".join(memory_tables(memory)))
     show_pictures(simulation, options, simulation.diagram)
 

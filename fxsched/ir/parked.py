@@ -1,9 +1,6 @@
-"""Activations that wait for B elsewhere: on another worker, in pinned memory of the
-host, or in a file of the run.
+"""Activations that wait for B elsewhere: on another worker, on the host, or in a file.
 
-The file has no name, so nothing is left of it however the process ends. It is in the
-folder TMPDIR, or else in tempfile.gettempdir().
-"""
+The file has no name, so nothing is left of it however the process ends."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,77 +38,54 @@ def reload(handle: Any, *before: Any) -> Any:
     return handle.value() if isinstance(handle, _Parked) else handle
 
 
-class _View(NamedTuple):
-    """A tensor's place in a block of memory, in elements."""
-
-    block: int
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
 class _Parked:
-    """A value outside of the worker's memory. Each byte is there once: tensors that
-    share memory share it again when they come back."""
+    """A value outside of the worker's memory. Tensors that share memory are there once,
+    and share it again when they come back."""
 
     def __init__(self, where: str, lent: Sequence[int], value: Value) -> None:
         self.alone = isinstance(value, Tensor)
-        tensors = (value,) if isinstance(value, Tensor) else value
-        self.parts: list[Tensor | _View] = list(tensors)
-        self.blocks: list[_Pinned | _InFile] = []
-        put = _Pinned if where == "host" else _InFile
-        for first, last, members in _blocks(tensors, lent):
-            storage, one = tensors[members[0]].untyped_storage(), tensors[members[0]]
-            memory = torch.empty(0, dtype=torch.uint8, device=one.device)
-            memory.set_(storage, first, (last - first,), (1,))
+        self.tensors = [value] if isinstance(value, Tensor) else [*value]
+        self.blocks: list[tuple[_OnHost | _InFile, dict[int, tuple[Any, ...]]]] = []
+        by_storage: dict[int, list[int]] = {}
+        for i, t in enumerate(self.tensors):
+            plain = t.layout is torch.strided and not t.is_conj() and not t.is_neg()
+            if i not in lent and plain and t.numel():
+                by_storage.setdefault(t.untyped_storage()._cdata, []).append(i)
+        for members in by_storage.values():
+            ranges = [_range(self.tensors[i]) for i in members]
+            first, last = min(ranges)[0], max(last for _, last in ranges)
+            t = self.tensors[members[0]]
+            memory = torch.empty(0, dtype=torch.uint8, device=t.device)
+            memory.set_(t.untyped_storage(), first, (last - first,), (1,))
+            views = {}
             for i in members:
-                t = tensors[i]
-                offset = int(t.storage_offset()) - first // t.itemsize
-                view = _View(len(self.blocks), t.dtype, offset, t.shape, t.stride())
-                self.parts[i] = view
-            self.blocks.append(put(memory))
+                t, self.tensors[i] = self.tensors[i], torch.empty(0)
+                offset = t.storage_offset() - first // t.itemsize
+                views[i] = t.dtype, (offset, t.shape, t.stride())
+            block = _OnHost(memory) if where == "host" else _InFile(memory)
+            self.blocks.append((block, views))
 
     def value(self) -> Value:
         """The tensors, in new memory."""
-        blocks = [block.memory().untyped_storage() for block in self.blocks]
-        tensors = []
-        for part in self.parts:
-            if isinstance(part, _View):
-                block = blocks[part.block]
-                new = torch.empty(0, dtype=part.dtype, device=block.device)
-                part = new.set_(block, *part[2:])
-            tensors.append(part)
+        tensors = [*self.tensors]
+        for block, views in self.blocks:
+            memory = block.memory()
+            for i, (dtype, view) in views.items():
+                new = torch.empty(0, dtype=dtype, device=memory.device)
+                tensors[i] = new.set_(memory.untyped_storage(), *view)
         return tensors[0] if self.alone else tuple(tensors)
 
 
-def _blocks(
-    tensors: Sequence[Tensor], lent: Sequence[int]
-) -> Iterator[tuple[int, int, list[int]]]:
-    """Ranges of memory that tensors are in, in bytes of its storage, with the positions
-    of these tensors."""
-    spans = []
-    for i, t in enumerate(tensors):
-        plain = t.layout is torch.strided and not t.is_conj() and not t.is_neg()
-        if i not in lent and plain and t.numel():
-            start = int(t.storage_offset()) * t.itemsize
-            steps = zip(t.shape, t.stride(), strict=True)
-            size = 1 + int(sum((count - 1) * step for count, step in steps))
-            storage = t.untyped_storage()._cdata
-            spans.append((storage, start, start + size * t.itemsize, i))
-    spans.sort()
-    while spans:
-        storage, start, last, i = spans.pop(0)
-        members = [i]
-        while spans and spans[0][0] == storage and spans[0][1] < last:
-            _, _, end, i = spans.pop(0)
-            last = max(last, end)
-            members.append(i)
-        yield start // ALIGNMENT * ALIGNMENT, last, members
+def _range(t: Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends, in bytes of its storage."""
+    start = int(t.storage_offset()) * t.itemsize
+    steps = zip(t.shape, t.stride(), strict=True)
+    size = t.itemsize * (1 + int(sum((count - 1) * step for count, step in steps)))
+    return start // ALIGNMENT * ALIGNMENT, start + size
 
 
-class _Pinned:
-    """Bytes on the host, which CUDA copies while the host goes on."""
+class _OnHost:
+    """Bytes in memory of the host, which CUDA copies while the host goes on."""
 
     def __init__(self, memory: Tensor) -> None:
         self.device, size, pinned = memory.device, len(memory), memory.is_cuda
@@ -128,37 +102,52 @@ class _InFile:
 
     def __init__(self, memory: Tensor) -> None:
         self.device, self.size = memory.device, len(memory)
-        self.file = _file(os.getpid())
-        self.room = -(-self.size // PAGE) * PAGE
-        self.offset = self.file.place(self.room)
-        self.file.write(_view(memory.cpu()), self.offset)
+        self.file, self.room = _file(os.getpid()), -(-self.size // PAGE) * PAGE
+        self.place = self.file.place(self.room)
+        self._move(os.pwrite, memory.cpu())
 
     def memory(self) -> Tensor:
         """The bytes, on the device."""
         new = torch.empty(self.size, dtype=torch.uint8)
-        self.file.read(_view(new), self.offset)
+        self._move(lambda file, data, at: os.preadv(file, [data], at), new)
         return new.to(self.device)
 
+    def _move(self, call: Any, memory: Tensor) -> None:
+        own: Any = memory.numpy()
+        data, folder = memoryview(own), self.file.folder
+        while data:
+            at = self.place + self.size - len(data)
+            try:
+                count = call(self.file.number, data, at)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                raise PlanError(
+                    f"the file system of {folder} has no room for activations that "
+                    f"wait on disk ({error.strerror}); set TMPDIR to a folder of one "
+                    "with room, or let fewer jobs save there"
+                ) from error
+            assert count, f"the file of activations ends before byte {at}"
+            data = data[count:]
+
     def __del__(self) -> None:
-        if hasattr(self, "offset"):
-            self.file.free.setdefault(self.room, []).append(self.offset)
+        if hasattr(self, "place"):
+            self.file.free.setdefault(self.room, []).append(self.place)
 
 
 class _File:
-    """A file without a name; free: places by their bytes."""
+    """The file of a process; free: places by their bytes."""
 
     def __init__(self) -> None:
         self.folder = os.environ.get("TMPDIR") or tempfile.gettempdir()
         try:
-            self.file = tempfile.TemporaryFile(  # noqa: SIM115
-                buffering=0, dir=self.folder
-            )
+            self.file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
         except OSError as error:
             raise PlanError(
                 f"activations wait on disk, but no file can be opened in {self.folder}:"
                 f" {error.strerror}; set TMPDIR to a folder that can be written to"
             ) from error
-        self.free: dict[int, list[int]] = {}
+        self.number, self.free = self.file.fileno(), dict[int, list[int]]()
         self.end, self.growing = 0, threading.Lock()
 
     def place(self, room: int) -> int:
@@ -169,33 +158,6 @@ class _File:
             with self.growing:
                 self.end += room
                 return self.end - room
-
-    def write(self, data: memoryview, offset: int) -> None:
-        """Writes bytes at a place."""
-        while data:
-            try:
-                count = os.pwrite(self.file.fileno(), data, offset)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise
-                raise PlanError(
-                    f"the file system of {self.folder} has no room for activations "
-                    f"that wait on disk ({error.strerror}); set TMPDIR to a folder of "
-                    "one with room, or let fewer jobs save there"
-                ) from error
-            data, offset = data[count:], offset + count
-
-    def read(self, data: memoryview, offset: int) -> None:
-        """Reads bytes from a place."""
-        while data:
-            count = os.preadv(self.file.fileno(), [data], offset)
-            assert count, f"the file of activations ends before byte {offset}"
-            data, offset = data[count:], offset + count
-
-
-def _view(memory: Tensor) -> memoryview:
-    own: Any = memory.numpy()
-    return memoryview(own)
 
 
 @cache

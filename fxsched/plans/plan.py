@@ -13,7 +13,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from ..accounts.held import held_bytes, held_during, parked_at_most, trained_bytes
+from ..accounts.held import held_bytes, held_during, trained_bytes
 from ..accounts.times import Times
 from ..accounts.traffic import sent_between
 from ..checker.check_messages import check_programs
@@ -219,12 +219,6 @@ class Plan:
         return held_bytes(self.step, self.state_bytes)
 
     @cached_property
-    def parked(self) -> dict[str, list[float]]:
-        """The most bytes of each worker that wait on "disk" and on the "host", outside
-        of its memory, where w says so (Placement.saved)."""
-        return parked_at_most(self.step)
-
-    @cached_property
     def _times(self) -> Times:
         """When jobs run, and when the step ends, as predicted."""
         simulated = self.simulate()
@@ -233,8 +227,7 @@ class Plan:
     @property
     def _memory(self) -> WorkerMemory:
         """What tables say of memory."""
-        known = bool(self.state_bytes)
-        return WorkerMemory(self.memory, bool(self.updates), known, self.parked)
+        return WorkerMemory(self.memory, bool(self.updates), bool(self.state_bytes))
 
     @property
     def _order(self) -> Iterator[tuple[Job, int]]:

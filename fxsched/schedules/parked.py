@@ -10,6 +10,7 @@ import networkx as nx
 from ..jobs.job import ELSEWHERE, Direction, Placement, PlanError
 from ..jobs.per_shard import for_shard
 from ..jobs.schedule import Schedule
+from ..jobs.user_values import is_int
 from .arguments import constructor
 
 Where = int | str | None
@@ -33,8 +34,7 @@ def parked(
     """
     if not isinstance(schedule, Schedule):
         raise PlanError(f"parked(schedule={schedule!r}): give a Schedule")
-    known = isinstance(where, int) or where in (None, *ELSEWHERE)
-    if not callable(where) and (not known or isinstance(where, bool)):
+    if not callable(where) and not is_int(where) and where not in ELSEWHERE:
         raise PlanError(
             f"parked(where={where!r}): give 'disk', 'host', a worker, or a function of "
             "(stage, microbatch)"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch import fx
-
 from ...ir import ops
 from ...ir.joint import is_whole
 from ...ir.meta import of_call
@@ -14,14 +12,11 @@ from ...ir.request import Request
 from ...ir.step import OFFLOADS, RELOADS, Credit, JobOutput, Op, Step, replace_values
 from ...jobs.job import Direction, Job, PlanError
 
-Place = int | str
-
 
 def place_saved(step: Step, request: Request) -> Step:
     """Ops that put what F saves elsewhere, and bring it back before B.
 
-    before: 0F0                                                      # worker 0
-            0F1                                                      # worker 0
+    before: 0F0, 0F1                                                 # worker 0
             0B0, saved_0_0                                           # worker 0
     after:  0F0                                                      # worker 0
             offloaded_saved_0_0 = offload(1, saved_0_0)              # worker 1
@@ -29,30 +24,27 @@ def place_saved(step: Step, request: Request) -> Step:
             0F1                                                      # worker 0
             0B0, reloaded_saved_0_0                                  # worker 0
 
-    Of what B (or W) reads, this is all that F of its microbatch make: what its own F
-    saves, and values of other stages. It comes back request.ahead jobs of B's worker
-    before B (here 1). Where that is no later than F, it stays where it is. With
-    order="dynamic" it comes back after the job before these.
-    Other workers are handed values, and send them back, beside their jobs.
+    Of what B reads this is all that F make: what its own F saves, and values of other
+    stages. It comes back request.ahead jobs of B's worker before B (here 1); with
+    order="dynamic", not before the job that comes before these. Where that is no later
+    than F, it stays. Other workers take it, and send it back, beside their jobs.
     """
     return _Placing(step, request).run() if step.jobs.saved else step
 
 
 class _Placing:
     def __init__(self, step: Step, request: Request) -> None:
-        self.step, self.request = step, request
-        self.lines = list(step.ops)
+        self.step, self.request, self.lines = step, request, list(step.ops)
         self.before: dict[int, list[Op]] = {}  # new ops, by the line after them
         self.after: dict[int, list[Op]] = {}
-        self.offloaded: dict[tuple[JobOutput, int, Place], Op] = {}
+        self.offloaded: dict[tuple[JobOutput, int, int | str], Op] = {}
         self.forward: dict[Job, int] = {}  # places of F
-        self.own: dict[int, list[int]] = {}  # places of each worker's jobs
-        self.begin = 0  # of the lines since the pause
+        self.own: dict[int, list[int]] = {}  # of each worker's jobs since the pause
 
     def run(self) -> Step:
         for place, op in enumerate(self.lines):
             if op.target is ops.pause:
-                self.begin = place + 1
+                self.own.clear()
             if op.job is None:
                 continue
             if op.job.direction is Direction.FORWARD:
@@ -60,83 +52,81 @@ class _Placing:
             elif op.job.direction is not Direction.UPDATE:
                 self._reload(op, op.job, place)
             self.own.setdefault(op.worker, []).append(place)
+        before, after = self.before, self.after
         lines = [
             line
             for place, op in enumerate(self.lines)
-            for line in (*self.before.get(place, ()), op, *self.after.get(place, ()))
+            for line in (*before.get(place, ()), op, *after.get(place, ()))
         ]
         return replace(self.step, lines=lines)
 
     def _reload(self, op: Op, job: Job, place: int) -> None:
         """Has a B or W read what comes back."""
-        forward = job._replace(direction=Direction.FORWARD)
-        where = self.step.jobs.saved.get(self.step.jobs.number(forward))
-        if where is None:
+        job = job._replace(direction=Direction.FORWARD)
+        where = self.step.jobs.saved.get(self.step.jobs.number(job))
+        own = [*self.own.get(op.worker, ()), place]
+        turn = max(len(own) - 1 - self.request.ahead, 0)
+        start, made, new = own[turn], self.forward[job], dict[JobOutput, Op]()
+        here = {where, op.worker} == {self.lines[made].worker}
+        if where is None or start <= made or here:
             return
-        made = self.forward[forward]
-        earlier = [i for i in self.own.get(op.worker, ()) if i >= self.begin]
-        ahead = earlier[len(earlier) - self.request.ahead :] or [place]
-        if len(earlier) < self.request.ahead:
-            ahead = [*earlier, place]
-        start, new = ahead[0], dict[JobOutput, Op]()
-        if start <= made or {where, op.worker} == {self.lines[made].worker}:
-            return
-        for value in self._read(op, job):
-            handle = self._offload(value, where, forward)
-            name = f"reloaded_{value}"
-            new[value] = again = Op(
-                handle.worker, f"reload {job}", op.n, ops.reload, (handle,), name=name
+        for value in self._read(op):
+            handle = self._offload(value, where, job)
+            task, name = f"reload {op.job}", f"reloaded_{value}"
+            new[value] = again = replace(
+                handle, task=task, n=op.n, target=ops.reload, args=(handle,), name=name
             )
-            again.specs, again.seconds = handle.specs, handle.seconds
             again.aside = RELOADS * self._aside(value)
-            before = [i for i in earlier if made < i < start]
-            if self.request.order == "dynamic" and before:
-                last = self.lines[before[-1]].job
-                assert last is not None
+            last = self.lines[own[turn - 1]].job if turn else None
+            if self.request.order == "dynamic" and last and own[turn - 1] > made:
                 again.after = (Credit(last),)
             self.before.setdefault(start, []).append(again)
         replace_values(op, new)
 
-    def _read(self, op: Op, job: Job) -> Iterator[JobOutput]:
+    def _read(self, op: Op) -> Iterator[JobOutput]:
         """What a job reads of F."""
-        step = self.step
-        kind = step.jobs.at[job.stage, job.direction]
-        direct = set[fx.Node](step.recipes[kind].call.all_input_nodes)
-        for node, value in zip(step.reads[kind], op.args[1], strict=True):
-            if isinstance(value, JobOutput) and node in direct and not is_whole(node):
-                _, direction = step.jobs.kinds[step.maker[value.node]]
-                if direction is Direction.FORWARD:
-                    yield value
+        assert op.job is not None, "only jobs do"
+        kinds, maker = self.step.jobs.kinds, self.step.maker
+        kind = self.step.jobs.at[op.job.stage, op.job.direction]
+        direct = self.step.recipes[kind].call.all_input_nodes
+        for node, value in zip(self.step.reads[kind], op.args[1], strict=True):
+            if not isinstance(value, JobOutput) or is_whole(node):
+                continue
+            _, direction = kinds[maker[value.node]]
+            if node in direct and direction is Direction.FORWARD:
+                yield value
 
-    def _offload(self, value: JobOutput, where: Place, forward: Job) -> Op:
+    def _offload(self, value: JobOutput, where: int | str, job: Job) -> Op:
         """What puts a value away, after F; once, though several read it."""
-        f = self.lines[self.forward[forward]]
-        worker = where if isinstance(where, int) else f.worker
-        key = value, worker, where
-        if key not in self.offloaded:
-            specs, known = self.step.specs(value)[0], of_call(value.node)
-            device = getattr(specs[0], "device", None) if specs else None
-            if where == "host" and device is not None and device.type == "cpu":
-                raise PlanError(
-                    f"w({forward}) saves what B reads on 'host', whose memory the "
-                    "model is in; give another worker, 'disk' or None"
-                )
-            args = where, known.get("lent", ()), value
-            new = Op(worker, f"offload {forward}", f.n, ops.offload, args, specs)
-            new.name = f"offloaded_{value}"
-            rate = self.step.facts.parking.get(str(where))
-            new.seconds = parked_bytes(value, self.step) / rate if rate else 0.0
-            new.aside = OFFLOADS * (worker != f.worker and self._aside(value))
-            self.after.setdefault(self.forward[forward], []).append(new)
-            self.offloaded[key] = new
-        return self.offloaded[key]
+        forward = self.lines[self.forward[job]]
+        worker = where if isinstance(where, int) else forward.worker
+        if (value, worker, where) in self.offloaded:
+            return self.offloaded[value, worker, where]
+        if where == "host" and "cpu" in self._devices(value):
+            raise PlanError(
+                f"w({job}) saves what B reads on 'host', whose memory the model is in; "
+                "give another worker, 'disk' or None"
+            )
+        args = where, of_call(value.node).get("lent", ()), value
+        specs, name = self.step.specs(value)[0], f"offloaded_{value}"
+        at = worker, f"offload {job}", forward.n
+        new = Op(*at, ops.offload, args, specs, name)
+        if rate := self.step.facts.parking.get(str(where)):
+            new.seconds = parked_bytes(value, self.step) / rate
+        new.aside = OFFLOADS * (worker != forward.worker and self._aside(value))
+        self.after.setdefault(self.forward[job], []).append(new)
+        self.offloaded[value, worker, where] = new
+        return new
+
+    def _devices(self, value: JobOutput) -> set[str]:
+        """The types of devices of a value; none on paper."""
+        specs, _ = self.step.specs(value)
+        return {spec.device.type for spec in specs if hasattr(spec, "device")}
 
     def _aside(self, value: JobOutput) -> bool:
         """Whether a value moves beside the jobs: not where one thread sends, nor where
         a device does what it is told one after the other."""
-        specs, _ = self.step.specs(value)
-        devices = {spec.device.type for spec in specs if hasattr(spec, "device")}
-        return not self.request.ordered and devices <= {"cpu"}
+        return not self.request.ordered and self._devices(value) <= {"cpu"}
 
 
 def parked_bytes(value: JobOutput, step: Step) -> float:

@@ -106,11 +106,9 @@ def test_a_plan_says_what_waits_and_what_workers_hold(folder: Path) -> None:
         for plan in (plain, disk, away)
     )
     assert kept[0] < 0.5 * held[0] and other[0] > 0.5 * held[0]
-    assert disk.parked["disk"][0] > 0.7 * held[0] and not away.parked
-    assert re.search(
-        r"activations that wait on disk, at most: .* of worker 0", str(disk)
-    )
-    assert "wait on disk" in disk.explain() and "wait on" not in plain.explain()
+    assert disk.memory[0].disk > 0.7 * held[0] and not away.memory[0].disk
+    assert re.search(r"activations wait .* on disk, at most: worker 0 ", str(disk))
+    assert "on disk" in disk.explain() and "on disk" not in plain.explain()
     assert disk.simulate().latency > plain.simulate().latency
     assert disk.placements[Job(0, 3, F)].saved == "disk"
     assert disk.placements[Job(0, 3, B)].saved is None
