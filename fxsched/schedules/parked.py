@@ -61,5 +61,6 @@ def parked(
 def moved(place: Placement, worker: Callable[[int], int]) -> Placement:
     """A placement on other workers. worker: the new number of each."""
     saved = place.saved
-    saved = worker(saved) if isinstance(saved, int) else saved
+    if saved is not None and saved not in ELSEWHERE:
+        saved = worker(saved)
     return Placement(worker(place.weights), worker(place.compute), saved)
