@@ -61,6 +61,6 @@ def parked(
 def moved(place: Placement, worker: Callable[[int], int]) -> Placement:
     """A placement on other workers. worker: the new number of each."""
     saved = place.saved
-    if saved is not None and saved not in ELSEWHERE:
+    if saved is not None and not isinstance(saved, str):
         saved = worker(saved)
     return Placement(worker(place.weights), worker(place.compute), saved)

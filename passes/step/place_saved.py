@@ -16,18 +16,20 @@ from ...jobs.job import Direction, Job, PlanError
 def place_saved(step: Step, request: Request) -> Step:
     """Ops that put what F saves elsewhere, and bring it back before B.
 
-    before: 0F0, 0F1                                                 # worker 0
+    before: 0F0, 0F1, 0F2                                            # worker 0
             0B0, saved_0_0                                           # worker 0
     after:  0F0                                                      # worker 0
             offloaded_saved_0_0 = offload(1, saved_0_0)              # worker 1
-            reloaded_saved_0_0 = reload(offloaded_saved_0_0)         # worker 1
             0F1                                                      # worker 0
+            reloaded_saved_0_0 = reload(offloaded_saved_0_0)         # worker 1
+            0F2                                                      # worker 0
             0B0, reloaded_saved_0_0                                  # worker 0
 
     Of what B reads this is all that F make: what its own F saves, and values of other
     stages. It comes back request.ahead jobs of B's worker before B (here 1); with
-    order="dynamic", not before the job that comes before these. Where that is no later
-    than F, it stays. Other workers take it, and send it back, beside their jobs.
+    order="dynamic", not before the job that comes before these. Where no job of that
+    worker comes between F and this, it stays. Other workers take it, and send it back,
+    beside their jobs.
     """
     return _Placing(step, request).run() if step.jobs.saved else step
 
@@ -65,11 +67,12 @@ class _Placing:
         job = job._replace(direction=Direction.FORWARD)
         where = self.step.jobs.saved.get(self.step.jobs.number(job))
         own = [*self.own.get(op.worker, ()), place]
-        turn = max(len(own) - 1 - self.request.ahead, 0)
-        start, made, new = own[turn], self.forward[job], dict[JobOutput, Op]()
+        turn, made = len(own) - 1 - self.request.ahead, self.forward[job]
         here = {where, op.worker} == {self.lines[made].worker}
-        if where is None or start <= made or here:
+        if where is None or here or turn < 1 or own[turn - 1] <= made:
             return
+        last, new = self.lines[own[turn - 1]].job, dict[JobOutput, Op]()
+        assert last is not None, "places of jobs"
         for value in self._read(op):
             handle = self._offload(value, where, job)
             task, name = f"reload {op.job}", f"reloaded_{value}"
@@ -77,10 +80,9 @@ class _Placing:
                 handle, task=task, n=op.n, target=ops.reload, args=(handle,), name=name
             )
             again.aside = RELOADS * self._aside(value)
-            last = self.lines[own[turn - 1]].job if turn else None
-            if self.request.order == "dynamic" and last and own[turn - 1] > made:
+            if self.request.order == "dynamic":
                 again.after = (Credit(last),)
-            self.before.setdefault(start, []).append(again)
+            self.before.setdefault(own[turn], []).append(again)
         replace_values(op, new)
 
     def _read(self, op: Op) -> Iterator[JobOutput]:
