@@ -37,8 +37,8 @@ def place_saved(step: Step, request: Request) -> Step:
 class _Placing:
     def __init__(self, step: Step, request: Request) -> None:
         self.step, self.request, self.lines = step, request, list(step.ops)
-        self.before: dict[int, list[Op]] = {}  # new ops, by the line after them
-        self.after: dict[int, list[Op]] = {}
+        self.before: dict[int, list[Op]] = {}  # reloads, by the line after them
+        self.places: dict[Op, int] = {}  # of the F that offloads come after
         self.offloaded: dict[tuple[JobOutput, int, int | str], Op] = {}
         self.forward: dict[Job, int] = {}  # places of F
         self.own: dict[int, list[int]] = {}  # of each worker's jobs since the pause
@@ -54,7 +54,10 @@ class _Placing:
             elif op.job.direction is not Direction.UPDATE:
                 self._reload(op, op.job, place)
             self.own.setdefault(op.worker, []).append(place)
-        before, after = self.before, self.after
+        before, after = self.before, dict[int, list[Op]]()
+        for new, place in self.places.items():
+            after.setdefault(place, []).append(new)
+            new.task, new.n = f"offload {self.lines[place].job}", self.lines[place].n
         lines = [
             line
             for place, op in enumerate(self.lines)
@@ -99,11 +102,13 @@ class _Placing:
                 yield value
 
     def _offload(self, value: JobOutput, where: int | str, job: Job) -> Op:
-        """What puts a value away, after F; once, though several read it."""
+        """What puts a value away; once, after the first F of those whose B read it."""
         forward = self.lines[self.forward[job]]
         worker = where if isinstance(where, int) else forward.worker
-        if (value, worker, where) in self.offloaded:
-            return self.offloaded[value, worker, where]
+        known = self.offloaded.get((value, worker, where))
+        if known is not None:
+            self.places[known] = min(self.places[known], self.forward[job])
+            return known
         if where == "host" and "cpu" in self._devices(value):
             raise PlanError(
                 f"w({job}) saves what B reads on 'host', whose memory the model is in; "
@@ -116,7 +121,7 @@ class _Placing:
         if rate := self.step.facts.parking.get(str(where)):
             new.seconds = parked_bytes(value, self.step) / rate
         new.aside = OFFLOADS * (worker != forward.worker and self._aside(value))
-        self.after.setdefault(self.forward[job], []).append(new)
+        self.places[new] = self.forward[job]
         self.offloaded[value, worker, where] = new
         return new
 
