@@ -69,6 +69,12 @@ class _Placing:
         """Has a B or W read what comes back."""
         job = job._replace(direction=Direction.FORWARD)
         where = self.step.jobs.saved.get(self.step.jobs.number(job))
+        devices = {d for value in self._read(op) for d in self._devices(value)}
+        if where == "host" and "cpu" in devices:
+            raise PlanError(
+                f"w({job}) saves what B reads on 'host', whose memory the model is in; "
+                "give another worker, 'disk' or None"
+            )
         own = [*self.own.get(op.worker, ()), place]
         turn, made = len(own) - 1 - self.request.ahead, self.forward[job]
         here = {where, op.worker} == {self.lines[made].worker}
@@ -109,11 +115,6 @@ class _Placing:
         if known is not None:
             self.places[known] = min(self.places[known], self.forward[job])
             return known
-        if where == "host" and "cpu" in self._devices(value):
-            raise PlanError(
-                f"w({job}) saves what B reads on 'host', whose memory the model is in; "
-                "give another worker, 'disk' or None"
-            )
         args = where, of_call(value.node).get("lent", ()), value
         specs, name = self.step.specs(value)[0], f"offloaded_{value}"
         at = worker, f"offload {job}", forward.n
