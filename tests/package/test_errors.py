@@ -120,7 +120,7 @@ def test_a_schedule_names_the_argument_at_fault(
         ),
         (
             {"w": lambda s, b, d: (s, s, "host")},
-            r"w\(0F0\) saves what B reads on 'host', whose memory the model is in",
+            r"w\(1F0\) saves what B reads on 'host', whose memory the model is in",
         ),
         (
             {"w": lambda s, b, d: (0, 0.5)},
