@@ -111,7 +111,8 @@ class Options:
         estimates.
     prefetch: for how many jobs ahead a worker asks for weights that others keep; it
         holds the fetched weights of at most prefetch + 1 jobs at a time. By default 1,
-        or 2 between several hosts, where a request takes longer.
+        or 2 between several hosts, where a request takes longer. Also how many jobs
+        before B its activations come back, if they wait elsewhere (Placement.saved).
     check_inputs: at which calls ranks compare checksums of their inputs, which must be
         the same whole batch: "first" (the first three calls of each plan; later calls
         compare a few elements of each input, which takes almost no time), "always" or

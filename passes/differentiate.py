@@ -29,7 +29,7 @@ from ..ir.meta import Moments, note_call, of_call
 from ..ir.model_lines import LINES, model_lines
 from ..ir.request import Request
 from ..jobs.job import Direction, PlanError
-from ..partition.costs import graph_cost
+from ..partition.costs import graph_cost, rates_of
 from .gradient_layouts import GradientLayouts
 from .gradient_order import other_layout
 
@@ -73,6 +73,7 @@ class _Differentiation:
         self.costs: dict[fx.GraphModule, float] = {}  # seconds
         self.moments: dict[object, tuple[Moments, ...]] = {}
         self.layouts = GradientLayouts()
+        self.parking: dict[str, float] = {}
         # with deterministic=True what stages give of a microbatch is added up first
         self.sum_dtype = None if request.deterministic else request.gradient_dtype
 
@@ -116,7 +117,11 @@ class _Differentiation:
         self.graph.lint()
         self.gm.recompile()
         self.gm.meta[FACTS] = replace(
-            self.facts, stages=self.stages, groups=self.groups, loss=loss
+            self.facts,
+            stages=self.stages,
+            groups=self.groups,
+            loss=loss,
+            parking=self.parking,
         )
         return self.gm
 
@@ -268,6 +273,12 @@ class _Differentiation:
         with self.graph.inserting_after(forward):
             saved = self._item(forward, len(outs), f"saved_{stage}")
         note_call(saved, specs=pair.saved, stage=stage, bundle=True, held=pair.held)
+        if pair.saved:
+            rates = rates_of(pair.saved[0].device, self.request.device)
+            self.parking = {"disk": rates.disk, "host": rates.host}
+        inputs = arguments(forward)[1]
+        rows = [i for i, k in pair.views.items() if inputs[k].op == "placeholder"]
+        note_call(saved, lent=tuple(rows))
         keep = None if recompute or not pair.saved else saved
         with self.graph.inserting_before(self.output):
             self._backward(call, forward, keep, pair, outs, recompute)

@@ -101,6 +101,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "pairs": Pairs,
     "normed": Normed,
 }
+
+
+def waits(s: int, b: int) -> int | str | None:
+    """Where activations of each microbatch wait: of two on disk, of one on the other
+    worker."""
+    return ("disk", 1 - s, "disk", None)[b]
+
+
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "gpipe": lambda: schedules.gpipe(2, 4),
     "1f1b": lambda: schedules.one_f_one_b(2, 4),
@@ -113,6 +121,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "lpp": lambda: schedules.lpp(2, 2, 4),
     "zero2": lambda: schedules.zero2(2, 4),
     "graph": lambda: schedules.graph(2, 4),
+    "parked": lambda: schedules.parked(schedules.gpipe(2, 4), waits),
     "parameter_server": lambda: schedules.parameter_server(3, 4),
     "pipedream": lambda: schedules.pipedream(2, 4),
     "pipedream_2bw": lambda: schedules.pipedream_2bw(2, 4),
@@ -144,7 +153,7 @@ class Case(NamedTuple):
 def cases() -> list[Case]:
     """What mutants are made of."""
     plain = ("gpipe", "1f1b", "interleaved", "zb_h1", "ddp", "fsdp", "fslpp", "lpp")
-    others = ("zero2", "graph", "parameter_server")
+    others = ("zero2", "graph", "parameter_server", "parked")
     return [
         *(Case("chain", each) for each in (*plain, *others)),
         *(Case("tied", each) for each in (*plain, *others)),

@@ -1,5 +1,6 @@
-"""Random plans (DAGs of 2 to 6 stages, w, n, caps, carry, order, prefetch) by seed:
-checked, run on threads or ranks, and compared with eager PyTorch."""
+"""Random plans (DAGs of 2 to 6 stages, w, n, caps, carry, order, prefetch, and where
+activations wait) by seed: checked, run on threads or ranks, and compared with eager
+PyTorch."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import Backend, Direction, PlanError, Schedule
+from fxsched.schedules import parked
 
 from .traced_once import Switch, stages_traced_once
 
@@ -160,7 +162,7 @@ def random_schedule(
     place = {j: (choose.randrange(workers), choose.randrange(workers)) for j in jobs}
     n = {job: choose.randint(-9, 9) for job in jobs}
     caps = [choose.choice((None, 1, 2, 3)) for _ in range(STAGES)]
-    return Schedule(
+    drawn_schedule = Schedule(
         workers,
         choose.randint(1, MICROBATCHES),
         stages,
@@ -170,6 +172,11 @@ def random_schedule(
         split_backward=choose.random() < 0.4,
         name="random",
     )
+    if choose.random() < 0.4:
+        return drawn_schedule
+    places = (None, "disk", *range(workers))
+    saved = {(s, b): choose.choice(places) for s, b, _ in jobs}
+    return parked(drawn_schedule, lambda s, b: saved[s, b])
 
 
 def with_room(case: Case, refusal: PlanError) -> Case:

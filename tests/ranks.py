@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxsched
 from fxsched import CheckError, PlanError, schedules
 from fxsched.ir import ops
+from fxsched.schedules import parked
 from fxsched.transport.processes import ProcessEndpoint
 from fxsched.transport.wire_format import Parcel
 from fxsched.transport.world import from_rank_0
@@ -33,6 +34,11 @@ def replicated() -> fxsched.Schedule:
     return schedules.replicate(schedules.zb_h1(1, MICROBATCHES // 2), 2)
 
 
+def waits(s: int, b: int) -> int | str | None:
+    """Where activations wait: on disk, on a worker, or on the one that runs B."""
+    return (0, "disk", 1, None)[(s + b) % 4]
+
+
 CASES = {  # by how many ranks there are
     2: ("equal", "replicas", "profiled", "slots", "world", "contract"),
     4: ("equal", "memory"),
@@ -45,6 +51,10 @@ EVERY_RANK = {
         ("mlp", anything(5, 2), "dynamic", "sgd", "gloo"),
         ("unet", schedules.fslpp(2, 1, MICROBATCHES, stages=4), "static", "adamw"),
         ("two_tower", replicated(), "static", "sgd", "gloo"),
+        ("gpt", parked(schedules.gpipe(2, MICROBATCHES), "disk"), "static", "adamw"),
+        ("unet", parked(anything(5, 2), waits), "static", "sgd"),
+        ("two_tower", parked(anything(5, 2), waits), "dynamic", "sgd"),
+        ("unet", parked(schedules.zb_h1(2, 4), waits), "static", "sgd", "gloo"),
     ],
     4: lambda: [
         ("mlp", schedules.fsdp(4), "dynamic", "adamw"),

@@ -5,7 +5,8 @@ one that reads it there; a receive that is posted early has its buffer from then
 lets go of activations as it goes: what it makes counts when these are gone. Values in
 one memory are counted once: a running sum is in the memory of its first gradient,
 updated weights in that of the old. On top come what a job holds while it runs alone,
-outputs, and what replicas send to be averaged; only the first of these is counted.
+outputs, and what replicas send to be averaged; only the first of these is counted. What
+waits on the host or on disk is counted apart.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ from ..ir.step import (
     values_in,
 )
 from ..jobs.job import Direction, Job
+from ..passes.step.place_saved import parked_bytes
 
 WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS, TEMPORARY = range(7)
+HOST, DISK = 7, 8
+ELSEWHERE = {"host": HOST, "disk": DISK}
 COPIES = (ops.copy, ops.correct, ops.replica, ops.average)
 IN_PLACE = OVER | {ops.take: 2}  # as OVER
 SUMS = (ops.reduce, ops.all_reduce, ops.piece, ops.join, ops.cast)
@@ -78,7 +82,7 @@ def _by_job(
     jobs: list[tuple[Job, float]] = []
     most = 0.0
     for line, now in lines:
-        most = max(most, sum(now))
+        most = max(most, sum(now[:HOST]))
         if isinstance(line, Op) and line.job is not None:
             jobs.append((line.job, most))
             most = 0.0
@@ -101,7 +105,7 @@ def _resident(step: Step, state: Mapping[int, int]) -> Iterator[list[float]]:
     """By worker, what stays: weights, and the optimizer's state of those that it
     updates, with their velocity where a drift is corrected by it, or the momentum of
     outer steps."""
-    held = np.zeros((step.jobs.workers, len(Memory._fields)))
+    held = np.zeros((step.jobs.workers, DISK + 1))
     drifting = zip(step.jobs.kinds, step.jobs.gaps, strict=False)
     stages = {stage for (stage, _), gap in drifting if gap}
     outer = (op for op in step.ops if op.target is ops.take)
@@ -170,6 +174,14 @@ class _Lives:
             yield Born(line, GRADIENTS, size, line.args[-1])
         elif line.target in IN_PLACE:
             yield Born(line, WEIGHTS, size, line.args[IN_PLACE[line.target]])
+        elif line.target in (ops.offload, ops.reload):
+            handle = line if line.target is ops.offload else line.args[0]
+            where, _, value = handle.args
+            away, size = ELSEWHERE.get(where), parked_bytes(value, self.step)
+            if away is None:
+                yield Born(line, ACTIVATIONS, size, line.args[-1])
+            else:
+                yield Born(line, away if line is handle else ACTIVATIONS, size)
         elif line.target is ops.replica and not line.args[2]:  # what is there anyway
             yield Born(line, None, size)
         else:
@@ -219,7 +231,8 @@ class _Lives:
         if isinstance(value, Op):
             if value.target in COPIES:
                 return VERSIONS
-            if value.target is ops.add:  # gradients of what all microbatches read
+            # gradients of what all microbatches read, and what comes back
+            if value.target in (ops.add, ops.reload):
                 return ACTIVATIONS
             return GRADIENTS if value.target in (*SUMS, ops.accumulate) else None
         return None
@@ -228,10 +241,10 @@ class _Lives:
 def _peaks(lives: _Lives, worker: int, resident: list[float]) -> Peaks:
     most, each = list(resident), list(resident)
     for _, now in _walk(lives, worker, resident):
-        if sum(now) > sum(most):
+        if sum(now[:HOST]) > sum(most[:HOST]):
             most = list(now)
         each = list(map(max, each, now))
-    return Peaks(Memory(*most), Memory(*each))
+    return Peaks(Memory(*most[:HOST]), Memory(*each[:HOST]), *each[HOST:])
 
 
 def _walk(
@@ -259,7 +272,7 @@ def _walk(
             now[kind] -= size
 
     for place, line in enumerate(lines):
-        ended, before = ends.pop(place, []), sum(now)
+        ended, before = ends.pop(place, []), sum(now[:HOST])
         freed = {v: held[home[v]][1] for v in ended if names[home[v]] == 1}
         if _is_backward(line):  # it lets go of activations as it goes
             gone = {v for v in ended if held[home[v]][0] == ACTIVATIONS}
@@ -282,7 +295,7 @@ def _walk(
                 now[born.kind] += born.size
         if _is_job(line):
             most = before + lives.most(line, freed)
-            now[TEMPORARY] = max(0.0, most - sum(now))
+            now[TEMPORARY] = max(0.0, most - sum(now[:HOST]))
         yield line, now
         now[TEMPORARY] = 0.0
         for value in ended:

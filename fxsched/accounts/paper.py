@@ -110,7 +110,8 @@ def held_memory(
     schedule: Schedule, stages: nx.DiGraph[int], timeline: Timeline, kept: float = 1.0
 ) -> list[Memory]:
     """What each worker holds when that is most; by kind where there are updates."""
-    if schedule.update_every is None or not timeline.complete:
+    plain = schedule.update_every is None and not timeline.jobs.saved
+    if plain or not timeline.complete:
         return worker_totals(schedule, stages, timeline, kept)
     found = worker_memory(schedule, stages, timeline, kept)
     return [peaks.at_once for peaks in found]

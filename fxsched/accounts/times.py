@@ -56,8 +56,8 @@ def step_times(
 
     A message leaves when its value is made; one that brings weights not before its
     reader's worker is done with the job before that which asks for them. Sums and
-    copies take no time, and hold up what reads them alone. B comes after its F, even if
-    it reads nothing of it.
+    copies take no time, and hold up what reads them alone. What waits elsewhere comes
+    back after the job before it. B comes after its F, even if it reads nothing of it.
 
     seconds: of each job, by number. transfer: what a message takes; on wires, those of
     a pair of workers leave in the order of lines; None for the `seconds` of edges and
@@ -129,7 +129,9 @@ class _Lines:
             forward = Job(job.stage, job.microbatch, Direction.FORWARD)
             after.append(self.ended[self.step.jobs.number(forward)])
         if job is None and op.target is not ops.update:
-            self.made[op] = self._add(after, 0.0)
+            if op.target is ops.reload and here in self.last:
+                after.append(self.last[here])
+            self.made[op] = self._add(after, op.seconds, self._turn(op))
             return
         if job is None:  # another group's part of the same update
             new = self._add(after, 0.0, 1 + here)
@@ -140,6 +142,16 @@ class _Lines:
             self.jobs.append((number, new))
         self.last[here] = self.made[op] = new
         self.done.setdefault(here, []).append(new)
+
+    def _turn(self, op: Op) -> int:
+        """What an op takes its turn on that is no job: its lane, or its worker."""
+        if not op.seconds or not op.aside:
+            return (1 + op.worker) * bool(op.seconds)
+        lane = op.worker, -op.aside
+        if lane not in self.wires:
+            self.wires[lane] = len(self.ways)
+            self.ways.append(SECONDS)
+        return self.wires[lane]
 
     def _read(self, value: Value, op: Op) -> list[int]:
         """What an op waits for to have a value."""

@@ -52,6 +52,7 @@ class StageGraphs(NamedTuple):
     carried_bytes: int = 0  # of memory that carried tensors take
     strides: Mapping[int, Strides] = MappingProxyType({})  # of inputs' gradients that
     # aren't contiguous until they are sent
+    views: Mapping[int, int] = MappingProxyType({})  # of saved tensors, of which input
 
 
 def cast_gradients(graphs: StageGraphs, dtype: torch.dtype | None) -> None:
@@ -148,6 +149,8 @@ def arrange_graphs(
     (output,) = forward.graph.find_nodes(op="output")
     output.args = ((*outputs, *(results.new_state[i] for i in mutated), *saved),)
     drop_copies(forward.graph)
+    given = forward.graph.find_nodes(op="placeholder")[state:]
+    views = {i: given.index(base(v)) for i, v in enumerate(saved) if base(v) in given}
     random = _seed_draws(forward.graph, drawn)
     _clear_pytree(forward)
     strides = _strides(joint, backward, state)
@@ -167,6 +170,7 @@ def arrange_graphs(
         tuple(i for i, wanted in enumerate(live) if wanted),
         random,
         strides=strides,
+        views=views,
     )
 
 

@@ -495,6 +495,8 @@ SYMBOLS: dict[Any, Callable[..., Any]] = {
     ops.reduce: lambda place, *sums: symbol("sum", *sums),
     ops.decode: partial(symbol, "decoded"),
     ops.decode_one: partial(symbol, "decoded"),
+    ops.offload: lambda where, lent, value: symbol("offloaded", value),
+    ops.reload: lambda handle, *before: symbol("reloaded", handle),
     ops.collect: lambda count, dim, *parts: _collected("collect", dim, count, parts),
     ops.total: lambda count, scale, *parts: _collected("total", scale, count, parts),
     ops.fold: lambda how, count, *parts: _collected("fold", how, count, parts),

@@ -232,6 +232,8 @@ def _shared(node: fx.Node, inputs: Sequence[fx.Node]) -> Sequence[fx.Node]:
         return [] if copied else [weights]
     if node.target in (operator.getitem, ops.bundle) or of_call(node).get("own"):
         return inputs
+    if node.target in (ops.offload, ops.reload):
+        return inputs[:1]
     return []
 
 

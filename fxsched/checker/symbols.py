@@ -107,12 +107,19 @@ def _decoded(codes: Any, value: Any) -> Any:
     return Symbol(("decoded", codes, value))
 
 
+def _reloaded(handle: Any) -> Any:
+    """What waited elsewhere, come back."""
+    is_handle = handle[:1] == ("offloaded",)
+    return handle[1] if is_handle else Symbol(("reloaded", handle))
+
+
 RULES: Mapping[str, Callable[..., Any]] = {
     "sum": _sum,
     "item": _item,
     "collected": _collected,
     "join": _join,
     "decoded": _decoded,
+    "reloaded": _reloaded,
 }
 
 

@@ -40,6 +40,7 @@ class Jobs:
         update, the last microbatch that it is for.
     keeper, worker, n: who keeps its weights, who runs it, and its priority.
     waits: further jobs that wait for a job, and get nothing from it.
+    saved: of F, where what they save waits, if w says so: see Placement.
     versions: how many of a call's updates the weights of each job have seen; () for
         none. gaps: of each kind, how many velocities its jobs read away from their
         version of weights; () for none.
@@ -57,6 +58,7 @@ class Jobs:
     n: Sequence[int]
     waits: Mapping[int, Sequence[int]] = field(default_factory=dict)
     versions: Sequence[int] = ()
+    saved: Mapping[int, int | str] = field(default_factory=dict)
     gaps: Sequence[float] = ()
 
     def __len__(self) -> int:

@@ -44,10 +44,13 @@ class Peaks(NamedTuple):
 
     at_once: the bytes of each kind when the worker holds the most in total.
     each: the most bytes of each kind, whenever that is.
+    host, disk: the most bytes of activations that wait there, outside of its memory.
     """
 
     at_once: Memory
     each: Memory
+    host: float = 0.0
+    disk: float = 0.0
 
 
 def worker_totals(

@@ -8,7 +8,7 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
-from ..jobs.job import Direction, Job, Placement, PlanError
+from ..jobs.job import ELSEWHERE, Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
 from .activations import peaks
 from .event_loop import run_jobs
@@ -39,7 +39,8 @@ def place_jobs(
     kind, rows = job_rows(kinds, alone, schedule.microbatches)
     stages = list(map([s for s, _ in kinds].__getitem__, kind))
     directions = list(map([d for _, d in kinds].__getitem__, kind))
-    keeper, worker = _placed(schedule, stages, rows, directions)
+    keeper, worker, saved = _placed(schedule, stages, rows, directions)
+    forward = [d is FORWARD and s not in joint for s, d in kinds]
     last = list(rows)
     for k in alone:
         last[k] = schedule.microbatches - 1 if kinds[k][1] is FORWARD else 0
@@ -54,6 +55,7 @@ def place_jobs(
         keeper,
         worker,
         _ranked(schedule, stages, last, directions),
+        saved={i: where for i, where in saved.items() if forward[kind[i]]},
         gaps=_gaps(schedule, kinds),
     )
     if alone and schedule.in_order:
@@ -79,31 +81,42 @@ def check_size(schedule: Schedule, kinds: int) -> None:
         )
 
 
-def _placed(schedule: Schedule, *jobs: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """w of all jobs: weight workers, compute workers; job by job where it is not as it
-    should be, for the error that names the culprit.
+def _placed(
+    schedule: Schedule, *jobs: Sequence[Any]
+) -> tuple[list[int], list[int], dict[int, int | str]]:
+    """w of all jobs: weight workers, compute workers, and where some save; job by job
+    where it is not as it should be, for the error that names the culprit.
 
     jobs: their stages, microbatches and directions.
     """
     keeper: list[int] = []
     worker: list[int] = []
+    saved: dict[int, Any] = {}
     types = set()
     try:
-        for place in map(schedule.w, *jobs):
+        for i, place in enumerate(map(schedule.w, *jobs)):
             types.add(type(place))
-            keeps, runs = place
+            if len(place) == 2:
+                keeps, runs = place
+            else:
+                keeps, runs, where = place
+                if where is not None:
+                    saved[i] = where
             keeper.append(keeps)
             worker.append(runs)
         known = set(keeper) | set(worker)
         plain = set(map(type, keeper)) | set(map(type, worker)) <= {int}
-        inside = all(0 <= each < schedule.workers for each in known)
+        kept = {*saved.values()}.difference(ELSEWHERE)
+        plain &= set(map(type, kept)) <= {int}
+        inside = all(0 <= each < schedule.workers for each in known | kept)
         fits = plain and inside and types <= {Placement, tuple}
     except Exception:  # the user's own, which schedule.place puts in its job's words
         fits = False
     if fits:
-        return keeper, worker
+        return keeper, worker, saved
     places = [schedule.place(Job(*job)) for job in zip(*jobs, strict=True)]
-    return [p.weights for p in places], [p.compute for p in places]
+    saved = {i: p.saved for i, p in enumerate(places) if p.saved is not None}
+    return [p.weights for p in places], [p.compute for p in places], saved
 
 
 def _ranked(schedule: Schedule, *jobs: Sequence[Any]) -> list[int]:

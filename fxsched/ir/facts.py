@@ -40,6 +40,8 @@ class Facts:
     again: which parts of the model B computes again, for people (assign_stages).
     loss: position of the output that B starts from in the call itself, or None
         (differentiate_stages).
+    parking: bytes that go to the "host" and to "disk" in a second
+        (differentiate_stages).
     pieces: the stages, where they are pieces of shards, and `parts` the parts of
         weights that they read, by their positions after the inputs of the call
         (shard_stages).
@@ -60,6 +62,7 @@ class Facts:
     stages: nx.DiGraph[int] = field(default_factory=nx.DiGraph)
     groups: tuple[Group, ...] = ()
     loss: int | None = None
+    parking: Mapping[str, float] = field(default_factory=dict)
     pieces: tuple[Piece, ...] = ()
     parts: Mapping[int, PartOf] = field(default_factory=dict)
     cuts: tuple[WeightCut, ...] = ()

@@ -96,6 +96,7 @@ class CallRecord(AnyRecord, total=False):
         those that it takes where a message brings it.
     moments: what a job takes while it runs, and where its gradients are added to sums;
         see autodiff/temporaries.py.
+    lent: positions of tensors in it that are views of rows of the batch.
     trained: whether what a stage gives has a gradient.
     worker: that runs it. task: the job or other piece of work that it belongs to; n:
         priority of that. job: the job that a call is.
@@ -114,6 +115,7 @@ class CallRecord(AnyRecord, total=False):
     held: float
     received: float
     moments: tuple[Moments, ...]
+    lent: tuple[int, ...]
     trained: bool
     worker: int
     task: str

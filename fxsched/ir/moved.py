@@ -25,6 +25,7 @@ MADE: dict[object, Moved] = {  # by what makes it
     **dict.fromkeys((ops.replica, ops.average), Moved.WEIGHTS),
     **dict.fromkeys((ops.accumulate, ops.reduce, ops.cast, ops.piece), Moved.GRADIENTS),
     ops.add: Moved.ACTIVATIONS,  # gradients of what all microbatches read
+    ops.reload: Moved.ACTIVATIONS,
 }
 
 

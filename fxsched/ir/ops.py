@@ -24,6 +24,8 @@ from .encodings import decode_one as decode_one
 from .encodings import encode as encode
 from .finite import finite as finite
 from .generators import devices_in, kept_generators
+from .parked import offload as offload
+from .parked import reload as reload
 from .pieces import join as join
 from .pieces import piece as piece
 

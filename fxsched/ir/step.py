@@ -104,6 +104,7 @@ class Op:
     after: what it waits for, and does not read.
     aside: the lane beside the worker's jobs that it runs in, and holds up none of them;
         what is in one lane runs in the order of lines. 0 for among the jobs.
+    seconds: that it should take, if it is no job, and takes any.
     """
 
     worker: int
@@ -117,6 +118,7 @@ class Op:
     job: Job | None = None
     after: tuple[Value, ...] = ()
     aside: int = 0
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.name or self.task}  # worker {self.worker}, n {self.n}"
@@ -189,7 +191,7 @@ Value = JobOutput | Weights | Stale | Total | Credit | Op | Message | fx.Node
 VALUES = (JobOutput, Weights, Stale, Total, Credit, Op, Message, fx.Node)
 Way = tuple[int, int] | frozenset[int]  # from a worker to another; or between several
 TOKEN = Spec((0,), (1,), torch.float32, torch.device("cpu"))
-HANDS_ON = 3  # the lane, see Op.aside, after those of sums
+HANDS_ON, OFFLOADS, RELOADS = 3, 4, 5  # lanes, see Op.aside, after those of sums
 SERVED = 4  # jobs before their place at which weights leave that no step changes
 OVER = {ops.update: 2, ops.renew: 0}  # whose results are in the memory of this argument
 
@@ -374,6 +376,8 @@ class Step:
         if isinstance(value, Credit):
             return (TOKEN,), False
         if isinstance(value, Op):
+            if value.target in (ops.offload, ops.reload):
+                return self.specs(value.args[-1])
             return value.specs, value.target in ops.BUNDLES
         if isinstance(value, Total):  # of the type that weights have
             return self.trained_specs(value.group), True

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
-from .job import Direction, Job, Placement, PlanError
+from .job import ELSEWHERE, Direction, Job, Placement, PlanError
 from .user_values import is_count, is_int, is_number, raised
 
 CALLED, OF_STAGE = "(stage, microbatch, direction)", "the number of a stage"
@@ -43,14 +43,16 @@ Drifts = Callable[[int], Drift | tuple[float, float] | None]
 
 
 def placement(w: Place, job: Job, workers: int) -> Placement:
-    """w of a job. Raises PlanError if it isn't two of the workers."""
-    answer = _asked(f"w({job})", CALLED, w, *job)
-    if not isinstance(answer, tuple) or len(answer) != 2:
+    """w of a job. Raises PlanError if it isn't two of the workers, and a place for what
+    F saves."""
+    answer: Any = _asked(f"w({job})", CALLED, w, *job)
+    if not isinstance(answer, tuple) or len(answer) not in (2, 3):
         raise PlanError(
             f"w({job}) returned {answer!r}; return Placement(weights, compute) or "
             "a pair (weight worker, compute worker)"
         )
-    for verb, worker in zip(("puts its weights", "runs"), answer, strict=True):
+    keeps, runs, saved = (*answer, None)[:3]
+    for verb, worker in (("puts its weights", keeps), ("runs", runs)):
         if not is_int(worker):
             raise PlanError(f"w({job}) {verb} on worker {worker!r}; give an int")
         if not 0 <= worker < workers:
@@ -58,7 +60,14 @@ def placement(w: Place, job: Job, workers: int) -> Placement:
                 f"w({job}) {verb} on worker {worker}, but workers are "
                 f"0..{workers - 1}; give one of them"
             )
-    return Placement(int(answer[0]), int(answer[1]))
+    if is_int(saved) and 0 <= saved < workers:
+        return Placement(int(keeps), int(runs), int(saved))
+    if saved is not None and saved not in ELSEWHERE:
+        raise PlanError(
+            f"w({job}) saves what B reads on {saved!r}; give None, one of the workers "
+            f"0..{workers - 1}, 'host' or 'disk'"
+        )
+    return Placement(int(keeps), int(runs), saved)
 
 
 def priority(n: Priority, job: Job) -> int:

@@ -129,8 +129,18 @@ class Job(NamedTuple):
         return Job(int(stage), int(microbatch), Direction(letter))
 
 
+ELSEWHERE = ("host", "disk")  # where activations wait that no worker holds
+
+
 class Placement(NamedTuple):
-    """The worker that keeps the weights of a job and the worker that runs it."""
+    """The worker that keeps the weights of a job and the worker that runs it.
+
+    saved: of F, where what B reads of it waits for B: None for the worker that runs B;
+        another worker; "host" for pinned memory of the host, with a model on a device;
+        or "disk" for a file of the run. Of other jobs it isn't read, nor of a
+        global-batch stage, whose B comes right after its F.
+    """
 
     weights: int
     compute: int
+    saved: int | str | None = None

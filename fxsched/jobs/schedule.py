@@ -49,7 +49,8 @@ class Schedule:
         0. With more than 1, w and n may take the shard p as a fourth argument, and u
         and version as their last one.
     w: a function w(s, b, d) that returns the Placement of a job, or a pair (weight
-        worker, compute worker). A global-batch stage, in which rows of all microbatches
+        worker, compute worker). The `saved` of F's says where its activations wait for
+        B. A global-batch stage, in which rows of all microbatches
         meet, has one job in each direction; for this job w is called with b = 0.
     n: a function n(s, b, d) that returns the priority of a job, an int: of the jobs
         that are ready, a worker runs the one with the smallest n. For a global-batch
@@ -294,8 +295,13 @@ class Schedule:
             "split_backward": self.split_backward,
             "in_order": self.in_order,
             "in_flight": [self.cap(stage) for stage in stages],
-            "jobs": {str(job): [*self.place(job), self.priority(job)] for job in jobs},
+            "jobs": {
+                str(job): [*self.place(job)[:2], self.priority(job)] for job in jobs
+            },
         }
+        places = ((str(job), self.place(job).saved) for job in jobs)
+        if saved := {job: where for job, where in places if where is not None}:
+            record["saved"] = saved
         if self.update_every is not None or self.u is not None:
             ends = self.updated(self.update_every or self.microbatches)
             updates = [Job(s, b, Direction.UPDATE) for s in stages for b in ends]

@@ -41,6 +41,8 @@ class Rates(NamedTuple):
     link: float  # bytes sent to another worker
     latency: float = 2e-5  # seconds from a send to its receive, without the bytes
     launch: float = 5e-6  # seconds to start an operation
+    disk: float = 1.5e9  # bytes written to a file, or read: of an NVMe disk
+    host: float = 2.5e10  # bytes from a device to the host, or back: PCIe 4 x16
 
     def flops(self, dtype: torch.dtype, func: object = None) -> float:
         """FLOPs in a second of an operation on a type."""

@@ -157,7 +157,7 @@ class Plan:
         """The Placement of each F, B and W; for U see `updates`."""
         jobs = self.timeline.jobs
         return {
-            jobs.job(i): Placement(jobs.keeper[i], jobs.worker[i])
+            jobs.job(i): Placement(jobs.keeper[i], jobs.worker[i], jobs.saved.get(i))
             for i in range(jobs.regular)
         }
 

@@ -21,6 +21,7 @@ from .orders import (
     oldest_stage_first,
     stage_first,
 )
+from .parked import parked
 from .pipelines import cuckoo, folded, gpipe, naive, one_f_one_b, overflow
 from .servers import (
     hybrid,
@@ -100,6 +101,7 @@ __all__ = [
     "one_f_one_b",
     "overflow",
     "parameter_server",
+    "parked",
     "pipedream",
     "pipedream_2bw",
     "pipemare",

@@ -12,6 +12,7 @@ from ..jobs.schedule import Schedule
 from ..jobs.user_values import positive
 from .arguments import constructor, equal_shares, groups, one_of
 from .orders import microbatch_first
+from .parked import moved
 from .sharded_optimizer import share_optimizer
 
 STAGES = 1 << 20  # above all numbers of stages
@@ -141,7 +142,7 @@ def replicate(schedule: Schedule, groups: int, zero: int | None = None) -> Sched
     def w(s: int, b: int, d: Direction, p: int = 0) -> Placement:
         first = b % groups * schedule.workers
         inside = schedule.place(Job(s, b // groups, d), p)
-        return Placement(first + inside.weights, first + inside.compute)
+        return moved(inside, lambda worker: first + worker)
 
     def n(s: int, b: int, d: Direction, p: int = 0) -> int:
         priority: int = for_shard(schedule.n, p)(s, b // groups, d)

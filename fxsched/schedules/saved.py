@@ -27,7 +27,8 @@ FIELDS = (
 )
 UPDATES = ("update_every", "updates", "updaters")  # where there are any
 PAIRS = {"rate": "rates", "drift": "drifts"}  # a schedule's fields, and a file's
-SOME = ("versions", "ahead", "average_every", "elastic", "outer", *PAIRS.values())
+NEWER = ("versions", "ahead", "average_every", "elastic", "outer", "saved")
+SOME = (*NEWER, *PAIRS.values())
 
 
 def load_schedule(path: str | PathLike[str]) -> Schedule:
@@ -70,9 +71,17 @@ def _schedule(record: Any) -> Schedule:
             verb = "has" if field in record else "lacks"
             raise PlanError(f"it {verb} {field!r}; its fields are {', '.join(fields)}")
     caps, jobs = _caps(record["in_flight"]), _jobs(record["jobs"])
+    saved = record.get("saved", {})
+    if not isinstance(saved, dict) or not saved.keys() <= record["jobs"].keys():
+        raise PlanError("its saved must be an object with places for jobs")
+
+    def w(s: int, b: int, d: Direction) -> Placement:
+        keeper, worker, _ = jobs[Job(s, b, d)]
+        return Placement(keeper, worker, saved.get(f"{s}{d}{b}"))
+
     loaded = Schedule(
         **{field: record[field] for field in FIELDS[2:7]},
-        w=lambda s, b, d: Placement(*jobs[Job(s, b, d)][:2]),
+        w=w,
         n=lambda s, b, d: jobs[Job(s, b, d)][2],
         in_flight=OwnCaps(caps.get) if caps else None,
         name=str(record["name"]),

@@ -10,6 +10,7 @@ from ..jobs.job import Direction, Placement, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import positive
 from .arguments import constructor
+from .parked import moved
 
 
 @constructor
@@ -37,7 +38,8 @@ def sharded(schedule: Schedule, shards: int) -> Schedule:
     fit, updater = schedule.fit, schedule.u
 
     def w(s: int, b: int, d: Direction, p: int = 0) -> Placement:
-        return Placement(*(shards * worker + p for worker in schedule.w(s, b, d)))
+        place = Placement(*schedule.w(s, b, d))
+        return moved(place, lambda worker: shards * worker + p)
 
     def u(s: int, b: int, p: int = 0) -> int:
         assert updater is not None, "asked where there is one"

@@ -117,7 +117,7 @@ def moves_weights(schedule: Schedule, stages: nx.DiGraph[int]) -> bool:
             place
             for b in range(schedule.microbatches)
             for d in schedule.directions
-            for place in schedule.place(Job(s, b, d))
+            for place in schedule.place(Job(s, b, d))[:2]
         }
         if len(places) > 1:
             return True

@@ -7,6 +7,7 @@ from .arrivals import update_on_arrival
 from .collect import collect_results
 from .lower_sums import lower_sums
 from .place_receives import place_receives
+from .place_saved import place_saved
 from .protect import protect_versions
 from .renew import renew_copies
 from .route import route_values
@@ -21,6 +22,7 @@ ORDERED = (  # fill in a step whose jobs have their order
     protect_versions,  # weights that are read when newer ones may be there
     collect_results,  # outputs, gradients, buffers
     lower_sums,  # of gradients: where, and in which order
+    place_saved,  # activations that wait for B elsewhere
     route_values,  # messages
     place_receives,  # of messages between hosts: when they are posted
 )

@@ -199,6 +199,7 @@ class _ProgramWriter:
         if line.target in OPTIMIZED:
             args = (self.optimizer, *args)
         node = make(self.graph, line.target, args, line.specs, *where, name=line.name)
+        note_call(node, bundle=self.step.specs(line)[1])
         if line.group is not None:
             of_call(node)["group"] = line.group
         if line.aside:

@@ -199,7 +199,8 @@ class _Encodings:
 
     def __init__(self, step: Step, request: Request) -> None:
         self.step, self.encode = step, request.encode
-        read = [op.args for op in step.ops if op.target is not None]
+        exact = (op for op in step.ops if op.target not in (None, ops.offload))
+        read = [op.args for op in exact]
         values = values_in([*read, *step.results.values()])
         self.exact = {v.node for v in values if isinstance(v, JobOutput)}
 

@@ -172,6 +172,41 @@ def test_recomputing_forward_in_backward_equals_eager(name: str, schedule: str) 
     compiled(name, SCHEDULES[schedule](), carry="recompute")
 
 
+PARKED = {
+    "1f1b": lambda: fxsched.schedules.one_f_one_b(3, MICROBATCHES),
+    "interleaved": lambda: fxsched.schedules.interleaved(2, MICROBATCHES),
+    "zb_h1": lambda: fxsched.schedules.zb_h1(3, MICROBATCHES),
+    "fsdp": lambda: fxsched.schedules.fsdp(2, MICROBATCHES),
+    "random": SCHEDULES["random"],
+}
+PLACES = {
+    "worker": lambda s, b: (s + b) % 2,
+    "disk": lambda s, b: "disk",
+    "mixed": lambda s, b: (None, "disk", 1)[(s + b) % 3],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("carry", ["saved", "recompute"])
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("schedule", PARKED)
+@pytest.mark.parametrize("name", ["gpt", "two_tower", "unet"])
+def test_activations_that_wait_elsewhere_equal_eager(
+    name: str, schedule: str, where: str, carry: str
+) -> None:
+    number = list(PARKED).index(schedule) + len(where)
+    order = ("static", "dynamic")[number % 2]
+    base = PARKED[schedule]()
+    parked = fxsched.schedules.parked(base, PLACES[where])
+    compiled(name, parked, carry=carry, order=order)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_parked_activations_of_1f1b_equal_eager(where: str) -> None:
+    schedule = fxsched.schedules.parked(PARKED["1f1b"](), PLACES[where])
+    compiled("mlp", schedule)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"), [("mlp", "one_f_one_b"), ("two_tower", "fslpp")]

@@ -106,8 +106,21 @@ def test_a_schedule_names_the_argument_at_fault(
             r"w\(0F0\) returned 0; return Placement\(weights, compute\) or a pair",
         ),
         (
-            {"w": lambda s, b, d: (0, 0, 0)},
-            r"w\(0F0\) returned \(0, 0, 0\); return Placement",
+            {"w": lambda s, b, d: (0, 0, 0, 0)},
+            r"w\(0F0\) returned \(0, 0, 0, 0\); return Placement",
+        ),
+        (
+            {"w": lambda s, b, d: (0, 0, 2)},
+            r"w\(0F0\) saves what B reads on 2; give None, one of the workers 0\.\.1, "
+            "'host' or 'disk'",
+        ),
+        (
+            {"w": lambda s, b, d: (0, 0, "tape")},
+            r"w\(0F0\) saves what B reads on 'tape'; give None",
+        ),
+        (
+            {"w": lambda s, b, d: (s, s, "host")},
+            r"w\(1F0\) saves what B reads on 'host', whose memory the model is in",
         ),
         (
             {"w": lambda s, b, d: (0, 0.5)},
@@ -444,7 +457,7 @@ def test_a_model_without_torch_operations_has_no_plan() -> None:
     ("option", "message"),
     [
         ({"order": "random"}, r"backend\(order='random'\): give 'static' or 'dynamic'"),
-        ({"carry": "all"}, r"backend\(carry='all'\): give 'saved' or 'recompute'"),
+        ({"carry": "all"}, r"backend\(carry='all'\): give 'auto', 'saved', 'recompute'"),
         (
             {"loss_reduction": "max"},
             r"\(loss_reduction='max'\): give 'exact', 'mean'",

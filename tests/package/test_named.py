@@ -135,7 +135,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         "naive makes 2 stages of these workers; leave it out",
     ),
     "shards": (SCHEDULE | {"shards": 0}, r"sharded\(shards=0\): give an int of 1 or "),
-    "value": (SCHEDULE | {"carry": "all"}, r"carry='all'\): give 'saved' or"),
+    "value": (SCHEDULE | {"carry": "all"}, r"carry='all'\): give 'auto', 'saved'"),
 }
 
 

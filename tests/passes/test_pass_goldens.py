@@ -123,6 +123,7 @@ CASES = {
     "protect_versions": Case(stale()),
     "collect_results": Case(schedules.ddp(2)),
     "lower_sums": Case(updated()),
+    "place_saved": Case(schedules.parked(schedules.gpipe(2, 4), 0)),
     "route_values": Case(elsewhere()),
     "place_receives": Case(schedules.gpipe(2, 2), network=TWO_HOSTS),
     "cut_program": Case(),

@@ -105,6 +105,16 @@ def memory() -> None:
     print("memory as planned")
 
 
+def parked() -> None:
+    """Activations wait on the host, on disk or on the other worker."""
+    wanted = eager("gpt", 4, 2)
+    for where in ("host", "disk", 0):
+        schedule = schedules.parked(schedules.gpipe(2, 4), where)
+        found, _ = trained("gpt", schedule, 2)
+        assert_equal(found, wanted)
+    print("parked activations come back")
+
+
 def graphs() -> None:
     """Stages that are captured as graphs train as eager PyTorch does, with the bits of
     stages that aren't, also when their weights move."""

@@ -42,6 +42,11 @@ def test_graphs_give_the_same_bits() -> None:
     assert printed("tests.sim.checks", "graphs") == "graphs give the same bits"
 
 
+def test_activations_wait_elsewhere() -> None:
+    found = printed("tests.sim.checks", "parked")
+    assert found == "parked activations come back"
+
+
 def test_streams_times_and_memory() -> None:
     found = printed("tests.sim.checks", "stream", "timeline", "host", "memory")
     assert found == "memory as planned"
