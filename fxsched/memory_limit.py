@@ -13,6 +13,7 @@ from .partition.planner import MemoryLimitError
 from .plans.plan import Plan
 
 ATTEMPTS = 4  # plans besides the one without a limit
+LESS = 0.07
 NEAR = 0.92  # of the limit: if a plan holds as much, no further one is tried
 
 
@@ -52,7 +53,7 @@ def _limited(
 ) -> Iterator[Found]:
     """Plans that should be within the limit. What the estimates miss is seen on each
     plan, and the next one is made for a limit that is lower, or higher, by twice as
-    much, as blocks are large."""
+    much, and lower by LESS at least, as blocks are large."""
     target = limit
     for _ in range(ATTEMPTS):
         try:
@@ -65,7 +66,8 @@ def _limited(
         yield found
         if NEAR * limit <= _held(found) <= limit:
             return
-        target *= (limit / _held(found)) ** 2
+        more = (limit / _held(found)) ** 2
+        target *= more if more > 1 else min(more, 1 - LESS)
 
 
 def _held(found: Planned) -> float:

@@ -10,7 +10,7 @@ SEED = 20
 
 
 def test_plans_of_all_kinds_are_mutated() -> None:
-    assert len(cases()) == 53
+    assert len(cases()) == 55
 
 
 @pytest.mark.slow

@@ -72,6 +72,7 @@ class Case(NamedTuple):
     deterministic: bool = False
     stages: tuple[str, ...] = ("b",)
     network: fxsched.Network | None = None
+    carry: str | dict[str, Any] = "auto"
 
 
 class Wide(Chain):
@@ -109,6 +110,7 @@ def served() -> Schedule:
 
 TWO_HOSTS = fxsched.Network([[0], [1]], *2 * [fxsched.Rate(1e9)])
 CASES = {
+    "mark_recomputed": Case(carry={"a": "recompute"}),
     "assign_stages": Case(),
     "shard_stages": Case(schedules.sharded(schedules.gpipe(1, 1), 2), Wide, stages=()),
     "keep_gradient_order": Case(schedules.gpipe(3, 1), Residual, deterministic=True),
@@ -166,6 +168,7 @@ def test_a_pass_does_what_its_docstring_shows(
         order=case.order,
         deterministic=case.deterministic,
         network=case.network,
+        carry=case.carry,
     )
     assert plan.programs[0]
     before, after = seen
