@@ -201,6 +201,15 @@ def test_nearest_volumes_keep_rows_and_channels_apart(dim: int) -> None:
     assert not claim.is_made or (claim.fits and claim.holds)
 
 
+@pytest.mark.parametrize("rows", range(3))
+@pytest.mark.parametrize("last", [9, -2, 0])
+def test_a_pad_mixes_only_the_dimensions_that_it_changes(last: int, rows: int) -> None:
+    """torch.fft.rfft(x, n=..) names all dimensions, those that it keeps with 0."""
+    (claim,) = claims(lambda x: F.pad(x, (0, last, 0, 0, 0, 0)), [X], {0: rows})
+    assert claim.is_made == (rows < 2 or last == 0)
+    assert not claim.is_made or (claim.fits and claim.holds)
+
+
 X, Y, Z = torch.randn(4, 6, 8), torch.randn(4, 6, 8), torch.randn(4, 8, 6)
 M, N = torch.randn(4, 8), torch.randn(8, 6)
 NUMBERS = torch.randint(0, 8, (4, 6))
