@@ -8,7 +8,7 @@ Sizes that depend on the batch are numbers by then; Dynamo's symbols tell of tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Tracker:
     """The rows of every tensor of one trace.
 
     size: rows of a microbatch.
+    symbols: Dynamo's sizes of the batch, each as a multiple of its rows.
     joins: whether microbatches' sizes add up to one of the batch.
     exact: whether rows of different microbatches may meet: then values that keep their
         rows, though others went into them, start anew. `where` is the first operation
@@ -53,7 +54,7 @@ class Tracker:
     def __init__(
         self,
         size: int,
-        symbols: set[Any],
+        symbols: Mapping[Any, int],
         exact: bool = False,
         joins: Callable[[object], bool] = bool,
     ) -> None:
@@ -245,9 +246,17 @@ class Tracker:
         return rows
 
     def depends(self, number: object) -> bool:
-        """Whether a number is the batch's size, or a multiple of it, or such."""
-        known = isinstance(number, (torch.SymInt, torch.SymFloat))
-        return known and bool(number.node.expr.free_symbols & self.symbols)  # type: ignore[attr-defined]
+        """Whether a number is the batch's size, or a multiple of it, or such; not what
+        two inputs' sizes of the batch give divided by each other."""
+        if not isinstance(number, (torch.SymInt, torch.SymFloat)):
+            return False
+        expression: Any = number.node.expr
+        found = expression.free_symbols & self.symbols.keys()
+        if len(found) > 1:
+            rows = next(iter(found))
+            sizes = {s: rows * times for s, times in self.symbols.items()}
+            found = expression.xreplace(sizes).free_symbols & {rows}
+        return bool(found)
 
     def scaled(self, rows: Rows, tensor: Tensor, factor: int) -> Rows:
         """The rows of a value that has such a factor."""
@@ -270,7 +279,7 @@ class Tracker:
         values: list[Any] = [read.meta.get("example_value") for read in reads]
         for value in filter(self.depends, values):
             expression = value.node.expr
-            symbol = next(iter(expression.free_symbols & self.symbols))
+            symbol = next(iter(expression.free_symbols & self.symbols.keys()))
             return FACTORS.get(name, 0) * _power(expression, symbol)
         return None
 

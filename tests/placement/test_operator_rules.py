@@ -102,7 +102,7 @@ def claims(call: Callable[..., Any], given: Sequence[Any], cut: Cut) -> list[Cla
     for part in range(2):
         values = [parts[i][part] if i in cut else v for i, v in enumerate(given)]
         values = [v.clone() if isinstance(v, Tensor) else v for v in values]
-        tracker = Tracker(*(given[i].shape[d] for i, d in [*cut.items()][:1]), set())
+        tracker = Tracker(*(given[i].shape[d] for i, d in [*cut.items()][:1]), {})
         for i, dim in cut.items():
             tracker.put(values[i], Rows(Kind.SHARD, dim))
         with Watch(tracker):

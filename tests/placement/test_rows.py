@@ -123,6 +123,13 @@ KINDS: dict[str, tuple[Kind, Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda s, x: s.linear(x).softmax(-1).pow(2).mean(),
         (FEATURES,),
     ),
+    "in another input's shape": (
+        Kind.MEAN,
+        lambda s, x, y: (
+            s.linear(x.flatten(0, 1)).view(y.shape[0], -1, 6) + s.linear(y)[:, None]
+        ).mean(),
+        (SEQUENCES, FEATURES),
+    ),
     "time first": (Kind.MEAN, time_first, (SEQUENCES,)),
     "renormalised rows": (
         Kind.MEAN,
