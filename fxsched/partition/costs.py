@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -153,6 +153,22 @@ ALSO = {
 }
 
 
+def _recurrent(times: int, input: Tensor, *args: Any, out_val: Any) -> int:
+    """FLOPs of a recurrent layer: its input [time, batch, features] times the matrices
+    of its weights, which are the next arguments."""
+    steps, batch, _ = input.shape
+    matrices = (weight for weight in tensors(args[:2]) if weight.dim() == 2)
+    return times * 2 * steps * batch * sum(weight.numel() for weight in matrices)
+
+
+FORMULAS: dict[Any, Callable[..., int]] = {  # that flop_registry lacks
+    aten.mkldnn_rnn_layer: partial(_recurrent, 1),
+    aten.mkldnn_rnn_layer_backward: partial(_recurrent, 2),
+    aten._cudnn_rnn: partial(_recurrent, 1),
+    aten._cudnn_rnn_backward: partial(_recurrent, 2),
+}
+
+
 def cost_of(
     func: Any,
     args: Any,
@@ -164,7 +180,7 @@ def cost_of(
     if is_view(func) and not is_mutable(func):
         return Cost()
     packet = getattr(func, "overloadpacket", func)
-    formula = flop_registry.get(ALSO.get(packet, packet))
+    formula = FORMULAS.get(packet) or flop_registry.get(ALSO.get(packet, packet))
     flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
     outputs = list(tensors(out))
     inputs = [*tensors(args), *tensors(tuple(kwargs.values()))]

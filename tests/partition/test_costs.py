@@ -50,6 +50,18 @@ def test_attention_on_a_cpu_has_flops_both_ways() -> None:
     assert backward.total.flops >= 2 * forward.total.flops
 
 
+def test_an_lstm_has_flops_both_ways() -> None:
+    """oneDNN's layer and its backward are one operation each."""
+    layer, x = nn.LSTM(8, 16, 2, bidirectional=True), torch.ones(5, 3, 8)
+    with Meter() as forward:
+        out, _ = layer(x)
+    with Meter() as backward:
+        out.sum().backward()
+    matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    assert forward.total.flops == 2 * 5 * 3 * matrices
+    assert backward.total.flops == 2 * forward.total.flops
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "unet", "encoder_decoder"])
 def test_nodes_cost_together_what_the_real_stage_graphs_do(name: str) -> None:
