@@ -168,6 +168,14 @@ FORMULAS: dict[Any, Callable[..., int]] = {  # that flop_registry lacks
     aten._cudnn_rnn_backward: partial(_recurrent, 2),
 }
 
+# oneDNN's layer is taken apart into time steps (autodiff/autograd.py): for each, how
+# often it moves the bytes of the hidden weights, and operations that it starts. B adds
+# up their gradient: two reads and a write, after a product that reads and one that writes.
+STEPS = {
+    aten.mkldnn_rnn_layer: (1, 12),
+    aten.mkldnn_rnn_layer_backward: (5, 24),
+}
+
 
 def cost_of(
     func: Any,
@@ -190,7 +198,11 @@ def cost_of(
         return Cost(flops, moved)
     rates = rates_of(outputs[0].device, target)
     speed = rates.flops((inputs or outputs)[0].dtype, packet)
-    seconds = max(flops / speed, moved / rates.memory) + rates.launch
+    launches = 1
+    if packet in STEPS:
+        times, launches = (len(inputs[0]) * each for each in STEPS[packet])
+        moved += times * inputs[2].nbytes
+    seconds = max(flops / speed, moved / rates.memory) + launches * rates.launch
     return Cost(flops, moved, seconds)
 
 
