@@ -170,7 +170,8 @@ FORMULAS: dict[Any, Callable[..., int]] = {  # that flop_registry lacks
 
 # oneDNN's layer is taken apart into time steps (autodiff/autograd.py): for each, how
 # often it moves the bytes of the hidden weights, and operations that it starts. B adds
-# up their gradient: two reads and a write, after a product that reads and one that writes.
+# up their gradient (two reads and a write), after a product that reads and one that
+# writes.
 STEPS = {
     aten.mkldnn_rnn_layer: (1, 12),
     aten.mkldnn_rnn_layer_backward: (5, 24),

@@ -45,7 +45,7 @@ class Tracker:
     symbols: Dynamo's sizes of the batch, each as a multiple of its rows.
     joins: whether microbatches' sizes add up to one of the batch.
     exact: whether rows of different microbatches may meet: then values that keep their
-        rows, though others went into them, start anew. `where` is the first operation
+        rows, though others went into them, start anew. `causes` are the operations
         that they meet in, if they do, `met` has the nodes after which rows are apart
         again; `kept` is what microbatches do by themselves all the same; `weighed` are
         nodes in which sums are divided by each other, or added to what is none.
@@ -63,7 +63,7 @@ class Tracker:
         self.weighed: set[fx.Node] = set()
         self.unlinear: set[fx.Node] = set()  # with a B of the user's, not linear
         self.sized = True  # Dynamo's symbols say of values where they have rows
-        self.where: Cause | None = None
+        self.causes: dict[Cause, None] = {}
         self.kept: Cause | None = None
         self._rows: dict[int, tuple[Tensor, Rows]] = {}
         self._node: fx.Node | None = None
@@ -146,7 +146,7 @@ class Tracker:
         if meets is None or not self.symbols:
             return
         if self.exact:
-            self.where = self.where or meets
+            self.causes[meets] = None
             self.met.add(node)
         else:
             for tensor in tensors(value):
@@ -182,11 +182,11 @@ class Tracker:
             return rows
         if "batch_norm" in rows.cause.operation:
             if "once" in node.meta:
-                self.where = self.where or rows.cause
+                self.causes[rows.cause] = None
             else:
                 self.kept = self.kept or rows.cause
             return rows._replace(cause=None)
-        self.where = self.where or rows.cause
+        self.causes[rows.cause] = None
         self.weighed |= {node} if rows.cause.effect in WEIGHED else set()
         if not self.in_parts(rows, example):
             return rows

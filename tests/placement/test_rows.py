@@ -352,6 +352,25 @@ def test_what_no_rule_knows_is_named_where_all_rows_were_asked_for() -> None:
     assert "placements" not in text, "which only take operators of the user"
 
 
+def test_each_place_where_rows_meet_is_named() -> None:
+    def compute(s: Model, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = s.linear(x)
+            x = x - x.mean(0)
+        x = s.linear(x).softmax(0)
+        x = x * s.linear(x).cumsum(0)
+        x = x + s.linear(x).amax(0)
+        return s.linear(x).flip(0).mean() + s.linear(x).var()
+
+    text = fxsched.plan(Model(compute), fxsched.schedules.gpipe(1, 4), FEATURES)
+    said = " ".join(text.explain().split())
+    names = ("sub", "_softmax", "cumsum", "amax")
+    assert said.count("rows of the batch meet in aten.") == len(names)
+    for name in names:
+        assert f"rows of the batch meet in aten.{name}." in said
+    assert "and in 2 more places " in said
+
+
 def test_batch_statistics_are_named_in_training_only() -> None:
     model = Model(lambda s, x: s.norm(s.linear(x)))
     (text,) = warned(model, (FEATURES,))
