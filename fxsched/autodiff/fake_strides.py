@@ -16,7 +16,6 @@ aten = torch.ops.aten
 CONTIGUOUS = {  # what these give; as fake tensors it has the strides of an input
     aten._log_softmax_backward_data.default,
     aten.huber_loss_backward.default,
-    aten.log_sigmoid_forward.default,
     aten.mse_loss_backward.default,
     aten.native_group_norm_backward.default,
     aten.native_layer_norm_backward.default,
@@ -28,7 +27,6 @@ POINTWISE = {  # lie as a sum of their two tensors does, the gradient first
     aten.hardswish_backward.default,
     aten.hardtanh_backward.default,
     aten.logit_backward.default,
-    aten.native_dropout_backward.default,
     aten.softplus_backward.default,
 }
 
