@@ -39,9 +39,11 @@ class Batch:
     part: dict[Any, int] = field(default_factory=dict)
 
     @property
-    def symbols(self) -> set[Any]:
-        """The symbolic sizes that are others in a microbatch than in the call."""
-        return {s for s in self.part if self.part[s] != self.full[s]}
+    def symbols(self) -> dict[Any, int]:
+        """The symbolic sizes that are others in a microbatch than in the call, and how
+        many times its rows each is."""
+        part, full = self.part, self.full
+        return {s: part[s] // self.rows for s in part if part[s] != full[s]}
 
     def changes(self, size: object) -> bool:
         """Whether a size is another in a microbatch than in the call."""

@@ -195,6 +195,9 @@ def _frame_error(error: TorchDynamoException) -> PlanError:
     text = str(raised).removeprefix("raised exception ")
     # before 2.12 Dynamo names its own variable, which says the class alone
     text = re.sub(r"ExceptionVariable\(<class '([\w.]+)'>\)", r"\1", text)
+    # of a key that a dict lacks, it names the key alone
+    kind = type(raised).__name__.removeprefix("Observed")
+    text = re.sub(r"^[^'\"]*ConstantVariable\(\w+: (.*?)\)+$", rf"{kind}: \1", text)
     where = f"{stack[-1].filename}:{stack[-1].lineno}"
     return PlanError(f"{where}: the model raised {text}")
 

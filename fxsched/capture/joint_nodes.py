@@ -56,7 +56,7 @@ def join_rows(
     rows = [trace.rows(old) for old in wanted]
     numbers = any(each is not None and each.numbers for each in rows)
     once = any(ONCE in node.meta for node in trace.gm.graph.nodes)
-    if trace.tracker.where or numbers or once:
+    if trace.tracker.causes or numbers or once:
         joining = _Joining(trace, spread)
         needed = not ancestors(wanted).isdisjoint(joining.of_all)
         if numbers or once or needed:

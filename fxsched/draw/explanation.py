@@ -67,7 +67,7 @@ def explain_text(
     return "\n\n".join(
         (
             schedule_text(schedule, stages),
-            *(wrapped([line], columns(WIDE)) for line in said),
+            *(wrapped(each.split("\n"), columns(WIDE)) for each in said),
             *_arrivals(schedule),
             _stage_table(planned.jobs, whole),
             *_corrections(schedule, stages),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +155,31 @@ ALSO = {
 }
 
 
+def _recurrent(times: int, input: Tensor, *args: Any, out_val: Any) -> int:
+    """FLOPs of a recurrent layer: its input [time, batch, features] times the matrices
+    of its weights, which are the next arguments."""
+    steps, batch, _ = input.shape
+    matrices = (weight for weight in tensors(args[:2]) if weight.dim() == 2)
+    return times * 2 * steps * batch * sum(weight.numel() for weight in matrices)
+
+
+FORMULAS: dict[Any, Callable[..., int]] = {  # that flop_registry lacks
+    aten.mkldnn_rnn_layer: partial(_recurrent, 1),
+    aten.mkldnn_rnn_layer_backward: partial(_recurrent, 2),
+    aten._cudnn_rnn: partial(_recurrent, 1),
+    aten._cudnn_rnn_backward: partial(_recurrent, 2),
+}
+
+# oneDNN's layer is taken apart into time steps (autodiff/autograd.py): for each, how
+# often it moves the bytes of the hidden weights, and operations that it starts. B adds
+# up their gradient (two reads and a write), after a product that reads and one that
+# writes.
+STEPS = {
+    aten.mkldnn_rnn_layer: (1, 12),
+    aten.mkldnn_rnn_layer_backward: (5, 24),
+}
+
+
 def cost_of(
     func: Any,
     args: Any,
@@ -166,7 +191,7 @@ def cost_of(
     if is_view(func) and not is_mutable(func):
         return Cost()
     packet = getattr(func, "overloadpacket", func)
-    formula = flop_registry.get(ALSO.get(packet, packet))
+    formula = FORMULAS.get(packet) or flop_registry.get(ALSO.get(packet, packet))
     flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
     outputs = list(tensors(out))
     inputs = [*tensors(args), *tensors(tuple(kwargs.values()))]
@@ -176,7 +201,11 @@ def cost_of(
         return Cost(flops, moved)
     rates = rates_of(outputs[0].device, target)
     speed = rates.flops((inputs or outputs)[0].dtype, packet)
-    seconds = max(flops / speed, moved / rates.memory) + rates.launch
+    launches = 1
+    if packet in STEPS:
+        times, launches = (len(inputs[0]) * each for each in STEPS[packet])
+        moved += times * inputs[2].nbytes
+    seconds = max(flops / speed, moved / rates.memory) + launches * rates.launch
     return Cost(flops, moved, seconds)
 
 

@@ -140,6 +140,13 @@ def trailing(width: Callable[[OpCall, Tensor], int], call: OpCall) -> Rows:
     return over(Effect.MIX, last, call)
 
 
+def padded(call: OpCall, x: Tensor) -> set[int]:
+    """The dimensions that a pad makes longer or shorter, not those that it names with
+    0: its amounts are told from the last dimension on, two for each."""
+    amounts = call.args[1]
+    return {x.dim() - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
+
+
 def batch_norm(call: OpCall) -> Sequence[Rows]:
     """Normalisation by statistics over the batch, or, in evaluation, by kept ones."""
     rows = call.of(call.args[0])

@@ -204,7 +204,7 @@ class Follower:
 
 def _tracker(known: Layouts, parts: int) -> Tracker:
     """One that knows how operands are laid out."""
-    tracker = Tracker(parts, set())
+    tracker = Tracker(parts, {})
     for tensor, rows in laid_out(known):
         if rows != REPLICATE:
             tracker.put(tensor, rows)

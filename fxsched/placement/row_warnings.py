@@ -74,6 +74,7 @@ REMEDIES = {
     Effect.ORDER: OTHERWISE,
     Effect.BOTH: "divide the sum by the batch size, or multiply the mean by it",
 }
+PLACES = 4  # where rows meet, that a plan names
 REDUCTIONS = {
     (Kind.SUM, "mean"): (
         'the loss is a sum over the batch, but loss_reduction="mean" takes the mean of '
@@ -89,10 +90,15 @@ REDUCTIONS = {
 
 
 def meeting_text(tracker: Tracker, meets: bool) -> str:
-    """Where rows of the batch meet, or may; nothing if they don't."""
-    cause = tracker.where if meets else None
-    if cause is None:
-        return ""
+    """Where rows of the batch meet, or may, a line for each of the first places;
+    nothing if they don't."""
+    lines = dict.fromkeys(map(_of_meeting, tracker.causes if meets else ()))
+    more = len(lines) - PLACES
+    last = [f"and in {more} more place{'s' * (more > 1)}"] * (more > 0)
+    return "\n".join([*lines][:PLACES] + last)
+
+
+def _of_meeting(cause: Cause) -> str:
     line = user_line(cause.stack)
     at = f", at {line.path}:{line.number}" if line else ""
     if cause.effect is Effect.UNSURE:

@@ -72,7 +72,7 @@ TABLE: dict[str, Rule] = {
     ),
     "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d "
     "replication_pad1d replication_pad2d replication_pad3d": partial(
-        compute.trailing, lambda call, x: len(call.args[1]) // 2
+        compute.over, Effect.MIX, compute.padded
     ),
     "upsample_linear1d upsample_nearest1d multinomial _sample_dirichlet": _last(1),
     "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d "

@@ -8,7 +8,7 @@ Sizes that depend on the batch are numbers by then; Dynamo's symbols tell of tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,9 +42,10 @@ class Tracker:
     """The rows of every tensor of one trace.
 
     size: rows of a microbatch.
+    symbols: Dynamo's sizes of the batch, each as a multiple of its rows.
     joins: whether microbatches' sizes add up to one of the batch.
     exact: whether rows of different microbatches may meet: then values that keep their
-        rows, though others went into them, start anew. `where` is the first operation
+        rows, though others went into them, start anew. `causes` are the operations
         that they meet in, if they do, `met` has the nodes after which rows are apart
         again; `kept` is what microbatches do by themselves all the same; `weighed` are
         nodes in which sums are divided by each other, or added to what is none.
@@ -53,7 +54,7 @@ class Tracker:
     def __init__(
         self,
         size: int,
-        symbols: set[Any],
+        symbols: Mapping[Any, int],
         exact: bool = False,
         joins: Callable[[object], bool] = bool,
     ) -> None:
@@ -62,7 +63,7 @@ class Tracker:
         self.weighed: set[fx.Node] = set()
         self.unlinear: set[fx.Node] = set()  # with a B of the user's, not linear
         self.sized = True  # Dynamo's symbols say of values where they have rows
-        self.where: Cause | None = None
+        self.causes: dict[Cause, None] = {}
         self.kept: Cause | None = None
         self._rows: dict[int, tuple[Tensor, Rows]] = {}
         self._node: fx.Node | None = None
@@ -145,7 +146,7 @@ class Tracker:
         if meets is None or not self.symbols:
             return
         if self.exact:
-            self.where = self.where or meets
+            self.causes[meets] = None
             self.met.add(node)
         else:
             for tensor in tensors(value):
@@ -181,11 +182,11 @@ class Tracker:
             return rows
         if "batch_norm" in rows.cause.operation:
             if "once" in node.meta:
-                self.where = self.where or rows.cause
+                self.causes[rows.cause] = None
             else:
                 self.kept = self.kept or rows.cause
             return rows._replace(cause=None)
-        self.where = self.where or rows.cause
+        self.causes[rows.cause] = None
         self.weighed |= {node} if rows.cause.effect in WEIGHED else set()
         if not self.in_parts(rows, example):
             return rows
@@ -245,9 +246,17 @@ class Tracker:
         return rows
 
     def depends(self, number: object) -> bool:
-        """Whether a number is the batch's size, or a multiple of it, or such."""
-        known = isinstance(number, (torch.SymInt, torch.SymFloat))
-        return known and bool(number.node.expr.free_symbols & self.symbols)  # type: ignore[attr-defined]
+        """Whether a number is the batch's size, or a multiple of it, or such; not what
+        two inputs' sizes of the batch give divided by each other."""
+        if not isinstance(number, (torch.SymInt, torch.SymFloat)):
+            return False
+        expression: Any = number.node.expr
+        found = expression.free_symbols & self.symbols.keys()
+        if len(found) > 1:
+            rows = next(iter(found))
+            sizes = {s: rows * times for s, times in self.symbols.items()}
+            found = expression.xreplace(sizes).free_symbols & {rows}
+        return bool(found)
 
     def scaled(self, rows: Rows, tensor: Tensor, factor: int) -> Rows:
         """The rows of a value that has such a factor."""
@@ -270,7 +279,7 @@ class Tracker:
         values: list[Any] = [read.meta.get("example_value") for read in reads]
         for value in filter(self.depends, values):
             expression = value.node.expr
-            symbol = next(iter(expression.free_symbols & self.symbols))
+            symbol = next(iter(expression.free_symbols & self.symbols.keys()))
             return FACTORS.get(name, 0) * _power(expression, symbol)
         return None
 

@@ -355,6 +355,18 @@ def test_what_an_operation_raises_while_it_is_traced_is_a_line(
     assert frames_of(model, columns=7)[-1] == "cause" and logged
 
 
+def test_a_key_that_the_batch_lacks_is_named() -> None:
+    class Dependency(Chain):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(batch["x"]) + batch["rels"].mean()
+
+    line = number('batch["rels' + '"]')
+    said = rf":{line}: the model raised KeyError: 'rels'$"
+    for _ in range(2):  # Dynamo names the key in two ways
+        with pytest.raises(PlanError, match=said):
+            fxsched.plan(Dependency(), two(), {"x": torch.ones(4, 3)})
+
+
 def test_an_index_of_tuples_of_tensors_is_named_with_what_to_write() -> None:
     def tuples(made: Tensor, x: Tensor) -> Tensor:
         mask, index = torch.ones_like(made), torch.ones(3, 2, dtype=torch.int64)

@@ -50,6 +50,36 @@ def test_attention_on_a_cpu_has_flops_both_ways() -> None:
     assert backward.total.flops >= 2 * forward.total.flops
 
 
+def test_an_lstm_has_flops_both_ways() -> None:
+    """oneDNN's layer and its backward are one operation each."""
+    layer, x = nn.LSTM(8, 16, 2, bidirectional=True), torch.ones(5, 3, 8)
+    with Meter() as forward:
+        out, _ = layer(x)
+    with Meter() as backward:
+        out.sum().backward()
+    matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    assert forward.total.flops == 2 * 5 * 3 * matrices
+    assert backward.total.flops == 2 * forward.total.flops
+
+
+def test_a_cut_beside_an_lstm_counts_its_time_steps() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(256, 256, batch_first=True)
+            self.rest = nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rest(self.lstm(x)[0]).square().mean()
+
+    model, inputs = Tagger(), torch.randn(16, 32, 256)
+    problem, _ = capture(model, 4, inputs)
+    whole = fxsched.plan(model, schedules.gpipe(1, 4), inputs).stages.nodes[0]
+    for what in ("forward", "backward"):
+        estimate = sum(getattr(unit, what) for unit in problem.units)
+        assert estimate == pytest.approx(whole[what], rel=0.3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "unet", "encoder_decoder"])
 def test_nodes_cost_together_what_the_real_stage_graphs_do(name: str) -> None:

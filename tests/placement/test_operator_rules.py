@@ -102,7 +102,7 @@ def claims(call: Callable[..., Any], given: Sequence[Any], cut: Cut) -> list[Cla
     for part in range(2):
         values = [parts[i][part] if i in cut else v for i, v in enumerate(given)]
         values = [v.clone() if isinstance(v, Tensor) else v for v in values]
-        tracker = Tracker(*(given[i].shape[d] for i, d in [*cut.items()][:1]), set())
+        tracker = Tracker(*(given[i].shape[d] for i, d in [*cut.items()][:1]), {})
         for i, dim in cut.items():
             tracker.put(values[i], Rows(Kind.SHARD, dim))
         with Watch(tracker):
@@ -198,6 +198,15 @@ def test_nearest_volumes_keep_rows_and_channels_apart(dim: int) -> None:
     """op_db has only lines in its first samples of it."""
     (claim,) = claims(lambda x: F.interpolate(x, scale_factor=2), [VOLUMES], {0: dim})
     assert claim.is_made == (dim < 2)
+    assert not claim.is_made or (claim.fits and claim.holds)
+
+
+@pytest.mark.parametrize("rows", range(3))
+@pytest.mark.parametrize("last", [9, -2, 0])
+def test_a_pad_mixes_only_the_dimensions_that_it_changes(last: int, rows: int) -> None:
+    """torch.fft.rfft(x, n=..) names all dimensions, those that it keeps with 0."""
+    (claim,) = claims(lambda x: F.pad(x, (0, last, 0, 0, 0, 0)), [X], {0: rows})
+    assert claim.is_made == (rows < 2 or last == 0)
     assert not claim.is_made or (claim.fits and claim.holds)
 
 

@@ -123,6 +123,13 @@ KINDS: dict[str, tuple[Kind, Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda s, x: s.linear(x).softmax(-1).pow(2).mean(),
         (FEATURES,),
     ),
+    "in another input's shape": (
+        Kind.MEAN,
+        lambda s, x, y: (
+            s.linear(x.flatten(0, 1)).view(y.shape[0], -1, 6) + s.linear(y)[:, None]
+        ).mean(),
+        (SEQUENCES, FEATURES),
+    ),
     "time first": (Kind.MEAN, time_first, (SEQUENCES,)),
     "renormalised rows": (
         Kind.MEAN,
@@ -343,6 +350,25 @@ def test_what_no_rule_knows_is_named_where_all_rows_were_asked_for() -> None:
     text = fxsched.explain(Model(compute), fxsched.schedules.gpipe(1, 4), FEATURES)
     assert "rows of the batch may meet in pdist, at " in text
     assert "placements" not in text, "which only take operators of the user"
+
+
+def test_each_place_where_rows_meet_is_named() -> None:
+    def compute(s: Model, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = s.linear(x)
+            x = x - x.mean(0)
+        x = s.linear(x).softmax(0)
+        x = x * s.linear(x).cumsum(0)
+        x = x + s.linear(x).amax(0)
+        return s.linear(x).flip(0).mean() + s.linear(x).var()
+
+    text = fxsched.plan(Model(compute), fxsched.schedules.gpipe(1, 4), FEATURES)
+    said = " ".join(text.explain().split())
+    names = ("sub", "_softmax", "cumsum", "amax")
+    assert said.count("rows of the batch meet in aten.") == len(names)
+    for name in names:
+        assert f"rows of the batch meet in aten.{name}." in said
+    assert "and in 2 more places " in said
 
 
 def test_batch_statistics_are_named_in_training_only() -> None:
