@@ -106,7 +106,16 @@ def node_text(node: fx.Node) -> str:
         return f"return {args[0]}"
     notes = [
         f"{key} {show(node.meta[key])}"
-        for key in ("role", "stage", "recompute", "passed", "group", "worker", "task", "n")
+        for key in (
+            "role",
+            "stage",
+            "recompute",
+            "passed",
+            "group",
+            "worker",
+            "task",
+            "n",
+        )
         if key in node.meta
     ]
     if node.op == "placeholder":

@@ -187,7 +187,10 @@ def test_plan_takes_the_options_of_a_backend(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--carry twice", "'twice' is not one of 'saved', 'recompute'"),
+        (
+            "--carry twice",
+            "--carry twice: give 'auto', 'saved', 'recompute', a function",
+        ),
         ("--prefetch 0.5", "'0.5' is not a valid int"),
         ("--encode sums=int8", "encode={'sums': torch.int8}"),
         (
@@ -831,7 +834,7 @@ def test_a_schedule_of_a_users_file(
         ("model.py:make --modules none", r"--modules names module 'none', .*"),
         (
             "model.py:make --carry save",
-            r"Invalid value for '--carry': .*'saved', 'recompute'.*",
+            "--carry save: give 'auto', 'saved', 'recompute', a function.*",
         ),
         ("model.py:make --memory-limit 0", r".*give bytes, above 0"),
     ],

@@ -469,7 +469,10 @@ def test_a_model_without_torch_operations_has_no_plan() -> None:
     ("option", "message"),
     [
         ({"order": "random"}, r"backend\(order='random'\): give 'static' or 'dynamic'"),
-        ({"carry": "all"}, r"backend\(carry='all'\): give 'auto', 'saved', 'recompute'"),
+        (
+            {"carry": "all"},
+            r"backend\(carry='all'\): give 'auto', 'saved', 'recompute'",
+        ),
         (
             {"loss_reduction": "max"},
             r"\(loss_reduction='max'\): give 'exact', 'mean'",
