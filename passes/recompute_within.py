@@ -16,6 +16,7 @@ from ..ir.meta import note, of_node
 from ..ir.request import Request
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
+from ..partition.joint_memory import check_memory
 from .joint_stages import Fitted
 from .recompute import Regions, marked
 
@@ -32,12 +33,15 @@ def fit_within(nodes: Sequence[fx.Node], request: Request, fit: Fit) -> Fitted:
     those first that free the most bytes for the time that they take, or both: whichever
     has the shortest predicted step. Raises PlanError if none stays within the limit.
     """
+    limit = request.memory_limit or 0.0
     found: list[tuple[float, Request, tuple[fx.Node, ...]]] = []
     refused: list[PlanError] = []
 
     def note_choice(asked: Request, marks: Sequence[fx.Node]) -> None:
         try:
-            seconds = likely_seconds(*fit(asked))
+            fitted = fit(asked)
+            check_memory(*fitted, limit)  # which stages that are named may not meet
+            seconds = likely_seconds(*fitted)
         except PlanError as error:
             refused.append(error)
         else:
@@ -47,7 +51,7 @@ def fit_within(nodes: Sequence[fx.Node], request: Request, fit: Fit) -> Fitted:
     free, marks = replace(request, memory_limit=None), list[fx.Node]()
     for _ in range(ROUNDS):
         fitted = fit(free)
-        over = _over(fitted, request.memory_limit or 0.0)
+        over = _over(fitted, limit)
         if not over:
             note_choice(free, marks)
             break

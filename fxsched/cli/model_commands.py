@@ -128,8 +128,10 @@ def _found(case: Case, workers: int, options: Mapping[str, Any]) -> Schedule:
             "leave it out"
         )
     click.echo("searching for a schedule, as --schedule gives none\n")
+    given = planned_options(options)
     size = {"workers": workers, "microbatches": options["microbatches"]}
-    found = case.searched(planned_options(options), **size)
+    size["memory_limit"] = given.pop("memory_limit", None)
+    found = case.searched(given, **size)
     click.echo()
     return found
 

@@ -251,7 +251,7 @@ class _Subject:
         )
 
     def plan(self, schedule: Schedule, **limits: float) -> Plan:
-        return plan(self.subject, schedule, *self.args, **self.kwargs, **limits)
+        return plan(self.subject, schedule, *self.args, **self.kwargs | limits)
 
 
 def _in_turns(workers: int, microbatches: int, count: int, split: bool) -> Schedule:

@@ -80,6 +80,9 @@ def test_blocks_are_computed_again_as_far_as_a_limit_asks_for_it() -> None:
         plan = planned(memory_limit=limit)
         assert most(plan) <= limit
         assert plan.simulate().latency <= longer * step
+    stages = ("blocks.2",)  # that are named are kept
+    named = planned(stages=stages, memory_limit=0.8 * most(planned(stages=stages)))
+    assert len(named.stages) == 2 and "computes of blocks" in named.explain()
     with pytest.raises(PlanError, match=r"found holds (\d+) bytes on worker \d"):
         planned(memory_limit=0.2 * most(plain))
 
