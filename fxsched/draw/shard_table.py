@@ -102,7 +102,8 @@ def shard_costs_text(costs: ShardCosts) -> Iterator[str]:
     """What workers hold in shards and without, and the price of it."""
     load, whole, exchange, knows_state = costs
     state = "the optimizer's state" if knows_state else "AdamW's state"
-    names = ("weights", "gradients", state, "activations", "temporary", "together")
+    kept = "activations, temporary"
+    names = ("weights", "gradients", state, kept, "together")
     sides = [_kinds(each) for each in (*_most_and_mean(load), *_most_and_mean(whole))]
     rows = []
     for name, most, mean, whole_most, whole_mean in zip(names, *sides, strict=True):
@@ -140,7 +141,8 @@ def _most_and_mean(load: Load) -> tuple[Memory, Memory]:
 
 def _kinds(memory: Memory) -> tuple[float, ...]:
     weights = memory.weights + memory.versions + memory.fetched
-    return weights, *memory[3:], memory.total
+    gradients, state, *kept = memory[3:]
+    return weights, gradients, state, sum(kept), memory.total
 
 
 def _saved(held: float, whole: float) -> tuple[str, str, str]:

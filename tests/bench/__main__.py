@@ -321,6 +321,12 @@ def main() -> int:
             return launch(options.workers, arguments)
         return launch(options.workers, sys.argv[1:])
     code: int = options.run(options)
+    if options.workers:
+        # gloo's threads may hold tensors of PyTorch's contestants yet, and abort the
+        # process while Python ends (pytorch issue 190489)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 
