@@ -173,7 +173,7 @@ def make_plan(
 
 def _said(known: Facts) -> Iterator[str]:
     """What explain() says of the model besides, where there is something to say."""
-    yield from (known.meeting, known.totals, known.sliced, known.again)
+    yield from (known.meeting, known.totals, known.sliced, known.again, known.compared)
 
 
 def _without_shards(cut: StageGraph, request: Request) -> Callable[[], Plan] | None:

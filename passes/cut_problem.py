@@ -49,6 +49,7 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
                 sum(of_node(p)["val"].nbytes for p in state) + gradients,
                 gradients,
                 sum(request.state_bytes.get(of_node(p)["index"], 0) for p in state),
+                sum(send_time(p, request) for p in state),
                 max((regions.temporary(node) for node in block), default=0),
             )
         )

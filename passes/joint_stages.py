@@ -29,10 +29,14 @@ from .cut_problem import Block, cut_problem, named_cut
 
 
 class Fitted(NamedTuple):
-    """A schedule, and the stages that it is for, with estimates of their times."""
+    """A schedule, and the stages that it is for, with estimates of their times.
+
+    compared: with what, for people.
+    """
 
     schedule: Schedule
     stages: nx.DiGraph[int]
+    compared: str = ""
 
 
 def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:
@@ -46,7 +50,7 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:
     for each of several long branches. Such branches that nothing in microbatches comes
     before count among the schedule's stages where that makes the step shorter, and run
     where it is shortest, if w knows nothing of them."""
-    parts = _Parts(blocks)
+    parts = Parts(blocks)
     every = cut_problem(blocks, request)
     named = None
     if request.stages != "auto":
@@ -62,7 +66,7 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:
         for i, block in enumerate(blocks):
             for node in block:
                 of_node(node)["stage"] = best.stage[i]
-        schedule, stages = best.fitted
+        schedule, stages, _ = best.fitted
         try:
             check_memory(schedule, stages, request.memory_limit)
             return best.fitted
@@ -81,7 +85,7 @@ class _Choice(NamedTuple):
 
 def _cuts(
     blocks: list[Block],
-    parts: _Parts,
+    parts: Parts,
     groups: Sequence[Sequence[int]],
     named: Cut | None,
     request: Request,
@@ -123,7 +127,7 @@ def _cuts(
 def _placed(
     stage: Mapping[int, int],
     problem: Problem,
-    parts: _Parts,
+    parts: Parts,
     schedule: Schedule,
     of: Sequence[int],
 ) -> Iterator[_Choice]:
@@ -161,7 +165,7 @@ def _cut_within(problem: Problem, phases: Sequence[int], request: Request) -> Cu
     return cut_phases(problem, phases, schedule, None)
 
 
-class _Parts:
+class Parts:
     """The blocks that microbatches run, and those of the whole batch."""
 
     def __init__(self, blocks: list[Block]) -> None:

@@ -40,8 +40,8 @@ def fit_within(nodes: Sequence[fx.Node], request: Request, fit: Fit) -> Fitted:
     def note_choice(asked: Request, marks: Sequence[fx.Node]) -> None:
         try:
             fitted = fit(asked)
-            check_memory(*fitted, limit)  # which stages that are named may not meet
-            seconds = likely_seconds(*fitted)
+            check_memory(*fitted[:2], limit)  # which stages that are named may not meet
+            seconds = likely_seconds(*fitted[:2])
         except PlanError as error:
             refused.append(error)
         else:
@@ -84,7 +84,7 @@ def _block(node: fx.Node) -> str | None:
 
 def _over(fitted: Fitted, limit: float) -> dict[int, float]:
     """Bytes above the limit, by worker."""
-    held = held_memory(*fitted, run_stages(*fitted))
+    held = held_memory(*fitted[:2], run_stages(*fitted[:2]))
     excess = {worker: each.total - limit for worker, each in enumerate(held)}
     return {worker: size for worker, size in excess.items() if size > 0}
 

@@ -37,6 +37,8 @@ class Facts:
         of it by split_stages; times and `held` by differentiate_stages).
     groups: weights by owners and readers (split_stages; who gives gradients by
         differentiate_stages).
+    compared: what the schedule and its cut were compared with, for people
+        (assign_stages).
     again: which parts of the model B computes again, for people (assign_stages).
     loss: position of the output that B starts from in the call itself, or None
         (differentiate_stages).
@@ -56,6 +58,7 @@ class Facts:
     meeting: str = ""
     linear: bool = True
     schedule: Schedule | None = None
+    compared: str = ""
     again: str = ""
     pairs: str = ""
     norms: str = ""

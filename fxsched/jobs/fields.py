@@ -36,6 +36,11 @@ def checked_fields(fields: Fields) -> dict[str, Any]:
     _check_averaging(fields)
     outer = checked_averages("Schedule", fields["elastic"], fields["outer"])
     flag("Schedule", **{k: fields[k] for k in ("split_backward", "in_order")})
+    if not all(_goes_with(each, fields) for each in fields["candidates"]):
+        raise PlanError(
+            f"Schedule(candidates=..): give a tuple of Schedules for "
+            f"{fields['workers']} workers and {fields['microbatches']} microbatches"
+        )
     cap = fields["in_flight"]
     if cap is not None and not callable(cap) and not is_count(cap, inf):
         raise PlanError(
@@ -45,6 +50,11 @@ def checked_fields(fields: Fields) -> dict[str, Any]:
     some = {"in_flight": cap, "update_every": fields["update_every"]}
     counts |= {k: int(v) for k, v in some.items() if is_count(v, inf)}
     return {**counts, "outer": outer}
+
+
+def _goes_with(candidate: Any, fields: Fields) -> bool:
+    sizes = ("workers", "microbatches")
+    return all(getattr(candidate, name, None) == fields[name] for name in sizes)
 
 
 def _counts(fields: Fields) -> dict[str, int]:

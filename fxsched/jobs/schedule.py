@@ -105,6 +105,10 @@ class Schedule:
         if w, n, in_flight or u depend on the stages; see schedules.graph. Its argument
         is a networkx.DiGraph, described in fxsched/clock/stage_record.py. If w is given
         too, jobs run where w places them.
+    candidates: schedules of which the planner takes the one with the shortest predicted
+        step, and then improves its cut and its placement; see schedules.auto. Without a
+        memory limit, no worker holds more than a tenth above what one holds under the
+        first of them.
     """
 
     workers: int
@@ -127,6 +131,7 @@ class Schedule:
     elastic: float | None = None
     outer: tuple[float, float] | None = None
     shards: int = 1
+    candidates: tuple[Schedule, ...] = ()
 
     def __post_init__(self) -> None:
         for field, number in checked_fields(vars(self)).items():

@@ -36,6 +36,7 @@ class Unit(NamedTuple):
     weights: float = 0  # bytes of weights and their gradients
     gradients: float = 0  # of these
     state: float = 0  # bytes of the optimizer's state of the weights
+    fetch: float = 0  # seconds to send its weights
     temporary: float = 0  # bytes that its jobs take at most while they run
 
     @classmethod
@@ -69,6 +70,11 @@ class Hyperedge(NamedTuple):
 Cut = tuple[int, ...]  # the stage of each unit
 
 
+def never(stage: int) -> bool:
+    """That no stage is meant."""
+    return False
+
+
 @dataclass(frozen=True)
 class Problem:
     """What to cut, and how a step's time follows from a cut.
@@ -91,7 +97,7 @@ class Problem:
     in_ring: bool = False
     limit: float | None = None
     in_flight: tuple[int, ...] = ()
-    recomputes: Callable[[int], bool] = lambda stage: False
+    recomputes: Callable[[int], bool] = never
 
     @cached_property
     def graph(self) -> nx.DiGraph[int]:

@@ -17,6 +17,7 @@ from ..jobs.own_caps import OwnCaps
 from ..jobs.per_shard import as_per_shard
 from ..jobs.schedule import InFlight, Schedule
 from .cut_cost import Cut, Problem
+from .partitioner import part_of
 from .planner import choose_cut
 
 
@@ -54,7 +55,7 @@ def cut_phases(
     counts = _shares(problem, parts, schedule.stages or len(parts))
     for part, count in zip(parts, counts, strict=True):
         cut = choose_cut(
-            _part_of(problem, part), replace(schedule, stages=count, fit=None), limit
+            part_of(problem, part), replace(schedule, stages=count, fit=None), limit
         ).cut
         for unit, stage in zip(part, cut, strict=True):
             stages[unit] = first + stage
@@ -90,19 +91,6 @@ def _shares(problem: Problem, parts: Sequence[Sequence[int]], wanted: int) -> li
         room = [i for i, part in enumerate(parts) if counts[i] < len(part)]
         counts[max(room, key=lambda i: work[i] / counts[i])] += 1
     return counts
-
-
-def _part_of(problem: Problem, part: Sequence[int]) -> Problem:
-    """The problem of some of its units alone."""
-    new = {unit: i for i, unit in enumerate(part)}
-    edges = []
-    for edge in problem.edges:
-        readers = tuple(new[r] for r in edge.readers if r in new)
-        if edge.maker in new and readers:
-            edges.append(edge._replace(maker=new[edge.maker], readers=readers))
-    apart = {(new[a], new[b]) for a, b in problem.apart if a in new and b in new}
-    units = tuple(problem.units[u] for u in part)
-    return replace(problem, units=units, edges=tuple(edges), apart=frozenset(apart))
 
 
 def with_joint(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 
 import networkx as nx
@@ -17,12 +18,14 @@ from .cut_cost import Cut, Hyperedge, Problem, Unit, predicted
 from .ideal_dp import Label, Search, TooMany
 
 EXACT = 64  # up to so many units none are joined, if there are few ideals
+CUTS = 64  # that are remembered: schedules ask for the same ones
 CHAIN = 200  # as many of a chain
 IDEALS = 300
 GRAIN = 40  # units of a stage, about
 LEADERS = 200  # units of a stage that others move along with, at most
 
 
+@lru_cache(CUTS)
 def best_cut(problem: Problem, stages: int) -> Cut | None:
     """The cut into this many stages with the least predicted step time; None if none is
     allowed."""
@@ -314,14 +317,35 @@ class _Joining:
         for number, members in enumerate(whole):
             for unit in members:
                 of[unit] = number
-        units = tuple(
-            Unit.of([self.problem.units[m] for m in members]) for members in whole
-        )
-        edges = []
-        for edge in self.problem.edges:
-            readers = tuple(sorted({of[r] for r in edge.readers} - {of[edge.maker]}))
-            if readers:
-                edges.append(edge._replace(maker=of[edge.maker], readers=readers))
-        apart = frozenset((of[a], of[b]) for a, b in self.problem.apart)
-        smaller = replace(self.problem, units=units, edges=tuple(edges), apart=apart)
-        return smaller, tuple(of)
+        return joined(self.problem, of), tuple(of)
+
+
+def joined(problem: Problem, of: Sequence[int]) -> Problem:
+    """The problem of larger units; of: which of them each unit is in."""
+    members: list[list[Unit]] = [[] for _ in range(max(of, default=-1) + 1)]
+    for unit, place in zip(problem.units, of, strict=True):
+        members[place].append(unit)
+    edges = []
+    for edge in problem.edges:
+        readers = tuple(sorted({of[r] for r in edge.readers} - {of[edge.maker]}))
+        if readers:
+            edges.append(edge._replace(maker=of[edge.maker], readers=readers))
+    return replace(
+        problem,
+        units=tuple(map(Unit.of, members)),
+        edges=tuple(edges),
+        apart=frozenset((of[a], of[b]) for a, b in problem.apart),
+    )
+
+
+def part_of(problem: Problem, part: Sequence[int]) -> Problem:
+    """The problem of some of its units alone."""
+    new = {unit: i for i, unit in enumerate(part)}
+    edges = []
+    for edge in problem.edges:
+        readers = tuple(new[r] for r in edge.readers if r in new)
+        if edge.maker in new and readers:
+            edges.append(edge._replace(maker=new[edge.maker], readers=readers))
+    apart = {(new[a], new[b]) for a, b in problem.apart if a in new and b in new}
+    units = tuple(problem.units[u] for u in part)
+    return replace(problem, units=units, edges=tuple(edges), apart=frozenset(apart))

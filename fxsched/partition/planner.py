@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from ..accounts.paper import held_memory
+from ..accounts.paper import held_memory, paper_step
+from ..accounts.times import step_times
 from ..clock.activations import most_in_flight
+from ..clock.jobs import weight_owners
 from ..clock.joint import fit_joint
 from ..clock.memory import Memory
 from ..clock.stage_graph import (
+    job_seconds,
     kind_seconds,
     likely_seconds,
     most_work,
@@ -28,7 +31,7 @@ from ..clock.stage_graph import (
 from ..clock.timeline import Timeline
 from ..jobs.job import Direction, Job, PlanError
 from ..jobs.schedule import Schedule
-from .cut_cost import Cut, Problem
+from .cut_cost import Cut, Problem, never
 from .partitioner import best_cut, improve
 
 # A schedule that leaves the number of stages open gets up to so many a worker; a few
@@ -106,6 +109,28 @@ def predict(
     """What simulating gives where each unit is a stage."""
     cut = tuple(range(len(problem.units)))
     return _Planner(problem, schedule, memory_limit)._choice(cut)
+
+
+def moved_seconds(schedule: Schedule, stages: nx.DiGraph[int]) -> float:
+    """Of a step in which weights and gradients that go to other workers take time.
+    Infinite if in_flight stops the jobs."""
+    schedule = fit_joint(schedule, stages)
+    events = run_stages(schedule, stages)
+    if not events.complete:
+        return float("inf")
+    jobs = events.jobs
+    alone = all(len(owners) == 1 for owners in weight_owners(jobs).values())
+    if alone and list(jobs.keeper) == list(jobs.worker):
+        return step_seconds(events)
+    step = paper_step(schedule, stages, events)
+    return step_times(step, stages, job_seconds(stages, jobs), None, True).end
+
+
+def most_held(schedule: Schedule, stages: nx.DiGraph[int]) -> float:
+    """Bytes of the worker that holds the most, in a step on paper."""
+    schedule = fit_joint(schedule, stages)
+    held = held_memory(schedule, stages, run_stages(schedule, stages))
+    return max(memory.total for memory in held)
 
 
 def fastest(choices: Sequence[Choice], memory_limit: float | None) -> Choice:
@@ -215,11 +240,12 @@ class _Planner:
         choices: list[Choice] = []
         if not self.problem.units:
             return [self._choice(())]
-        problem = replace(
-            self.problem,
-            rounds=self._rounds(count),
-            in_flight=tuple(most_in_flight(self.schedule, s) for s in range(count)),
-        )
+        problem = replace(self.problem, rounds=self._rounds(count))
+        if self.limit is None:  # nor does it matter what B computes again
+            problem = replace(problem, recomputes=never)
+        else:
+            held = (most_in_flight(self.schedule, s) for s in range(count))
+            problem = replace(problem, in_flight=tuple(held))
         floors = [0.0]
         workers = self.schedule.workers
         if self.schedule.is_open and workers < count <= 2 * workers:

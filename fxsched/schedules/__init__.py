@@ -10,6 +10,7 @@ Imports: clock, jobs.
 
 from __future__ import annotations
 
+from .auto import auto
 from .by_name import Library
 from .data_parallel import ddp, fsdp, hsdp, replicate, zero1, zero2
 from .graph_schedule import graph
@@ -61,6 +62,7 @@ LIBRARY = Library(
         "zb_v": zb_v,
         "v_half": v_half,
         "v_min": v_min,
+        "auto": auto,
         "graph": graph,
         "bubble_filled": bubble_filled,
         "nested": nested,
@@ -78,6 +80,7 @@ STALE = ("local_sgd", "pipedream", "pipedream_2bw", "stale_by_one", "pipemare")
 __all__ = [
     "LIBRARY",
     "STALE",
+    "auto",
     "bubble_filled",
     "cuckoo",
     "ddp",

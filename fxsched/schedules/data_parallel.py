@@ -163,6 +163,7 @@ def replicate(schedule: Schedule, groups: int, zero: int | None = None) -> Sched
         w=schedule.w if schedule.is_open else w,
         n=n,
         fit=None if fit is None else fit_copies,
+        candidates=(),
         update_every=every and every * groups,
         version=version and seen,
         name=f"{groups} x {schedule.name or 'schedule'}",

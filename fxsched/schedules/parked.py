@@ -54,6 +54,7 @@ def parked(
         schedule,
         w=schedule.w if schedule.is_open else w,
         fit=fit and fit_parked,
+        candidates=(),
         name=f"{schedule.name or 'schedule'}, parked",
     )
 

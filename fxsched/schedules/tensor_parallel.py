@@ -55,5 +55,6 @@ def sharded(schedule: Schedule, shards: int) -> Schedule:
         w=schedule.w if schedule.is_open else w,
         u=updater and u,
         fit=fit and fit_shards,
+        candidates=(),
         name=f"{schedule.name or 'schedule'} x {shards} shards",
     )

@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
     made: Schedule
 
 
-SYNCHRONOUS = [name for name in LIBRARY if name not in STALE]
+SYNCHRONOUS = [name for name in LIBRARY if name not in (*STALE, "auto")]
 
 
 def library(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import (
+    auto,
     choose,
     congestion,
     contrastive,
@@ -100,6 +101,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_sleep(commands.add_parser("sleep", help=_first(sleep.__doc__)))
     _add_stale(commands.add_parser("stale", help=_first(stale.__doc__)))
     table.add_options(commands.add_parser("table", help=_first(table.__doc__)))
+    auto.add_options(commands.add_parser("auto", help=_first(auto.__doc__)))
     chosen = commands.add_parser("choose", help=_first(choose.__doc__))
     chosen.set_defaults(run=choose.run, workers=0)
     trunk.add_options(commands.add_parser("trunk", help=_first(trunk.__doc__)))

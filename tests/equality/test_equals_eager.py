@@ -105,6 +105,7 @@ LIBRARY = {
     "zb_v": {"microbatches": 4},
     "v_half": {"microbatches": 4},
     "v_min": {"microbatches": 4},
+    "auto": {"microbatches": 4},
     "bubble_filled": {"microbatches": 4},
     "nested": {"microbatches": 4},
 }

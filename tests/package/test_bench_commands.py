@@ -14,6 +14,7 @@ from ..torchrun import ONE_THREAD, ROOT
 SMALL = "--layers 2 --width 16 --length 8 --vocabulary 32 --batch 4 --microbatches 2"
 SMALL_GPU = SMALL.replace("--layers 2", "--layers 4") + " --steps 1"
 SMALLEST = {  # what it prints, and the rest of the command
+    "auto": ("unet", "--models unet --workers 2 --split no --seconds 1"),
     "choose": ("| `1f1b` |", ""),
     "congestion": ("|   trainers |", "--trainers 2 --servers 1"),
     "contrastive": ("gradient caching", f"{SMALL} --steps 1 --only 1f1b"),

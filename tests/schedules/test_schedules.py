@@ -72,7 +72,7 @@ def test_a_schedule_says_its_name_and_how_it_is_called(name: str) -> None:
     assert next(iter(takes)) == "workers" and "microbatches" in takes
     known = {"workers", "microbatches", "group_size", "stages", "servers"}
     known |= {"held", "even", "ahead", "every", "sparse", "annealed", "correction"}
-    known |= {"asynchronous", "staleness", "elastic", "outer"}
+    known |= {"asynchronous", "staleness", "elastic", "outer", "split_backward"}
     assert set(takes) <= known
 
 

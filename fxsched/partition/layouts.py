@@ -1,0 +1,470 @@
+"""Searches for the cut of a model, and the workers of its stages, at the same time.
+
+A layout says the stage of each unit, the workers of each stage, and in which order jobs
+run. Simulated annealing (Kirkpatrick et al. 1983, Optimization by Simulated Annealing)
+changes it: a unit moves to a neighbour's stage, a stage to another worker, two stages
+change places, a stage is cut in two or joined with a neighbour, or is computed by two
+workers in turns. The clock times each layout, and a limit of memory is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf, log
+from random import Random
+from typing import NamedTuple
+
+import networkx as nx
+
+from ..accounts.paper import held_memory
+from ..clock.joint import fit_joint, flow_order
+from ..clock.stage_graph import run_stages
+from ..clock.timeline import Timeline
+from ..jobs.answers import Priority
+from ..jobs.job import Direction, Job, Placement
+from ..jobs.own_caps import OwnCaps
+from ..jobs.schedule import Schedule
+from ..schedules.graph_schedule import longest_way_first, stage_depths
+from ..schedules.orders import oldest_microbatch_first
+from .cut_cost import Cut, Problem
+from .partitioner import join_light, joined, part_of
+from .planner import stage_graph
+
+UNITS = 160  # a unit has at least this part of the model's work, where it can
+# Jobs to run on the clock, for each unit; a layout counts as some more.
+BUDGET, FEWEST = 40_000, 30
+PER_LAYOUT = 150  # that a layout counts besides its jobs
+# Of a step, what a change may cost at first; more where units are few and large.
+HEAT, HEAT_OF_UNIT = 0.02, 0.4
+CLOSE = 0.002  # to the shortest step that can be, from which no search goes on
+CHAINS = 3  # starts that are walked from
+LATE = 1 << 40  # more than any n of F and B
+CAPS = (0, 1, 2, None)  # microbatches in flight above the stages to the end
+
+
+class Layout(NamedTuple):
+    """cut: the stage of each unit. workers: of each stage; where there are several,
+    they take its microbatches in turns.
+
+    longest: whether jobs with the longest way to the end of the step come first, or
+        those of the oldest microbatch. more: microbatches of a stage that may be in
+        flight, above the number of stages from it to the end; None for no limit.
+    """
+
+    cut: Cut
+    workers: tuple[tuple[int, ...], ...]
+    longest: bool = False
+    more: int | None = 0
+
+
+class Made(NamedTuple):
+    """The schedule of a layout, its stages, their units, and the workers of each."""
+
+    schedule: Schedule
+    stages: nx.DiGraph[int]
+    cut: Cut
+    workers: Sequence[Sequence[int]]
+
+
+class Ran(NamedTuple):
+    """A layout on the clock."""
+
+    seconds: float
+    made: Made
+    events: Timeline
+
+
+class _Walk(NamedTuple):
+    """Where a walk is; cost: seconds, and more if a worker holds too much."""
+
+    cost: float
+    seconds: float
+    layout: Layout
+
+
+class Found(NamedTuple):
+    """A layout with its stages and schedule; tried: how many were simulated."""
+
+    cut: Cut
+    schedule: Schedule
+    stages: nx.DiGraph[int]
+    seconds: float
+    tried: int
+
+
+@dataclass
+class Layouts:
+    """Layouts of units, and what the clock says of them.
+
+    asked: the schedule that is looked for, with workers and microbatches.
+    phases: how often rows of the batch meet before each unit; a stage has units of one
+        phase. whole: the global-batch units, by the stage that each is in.
+    limit: of bytes that a worker may hold, maybe infinite. effort: how long to search;
+        with 1, some seconds.
+    """
+
+    problem: Problem
+    asked: Schedule
+    phases: Sequence[int]
+    whole: Sequence[Sequence[int]]
+    limit: float
+    effort: float = 1.0
+    tried: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        """Joins light units, those of each phase among themselves."""
+        self.fine = self.problem
+        kind = {u: -1 - i for i, units in enumerate(self.whole) for u in units}
+        kinds = [kind.get(u, phase) for u, phase in enumerate(self.phases)]
+        of = [0] * len(kinds)
+        members: list[list[int]] = []
+        for each in dict.fromkeys(kinds):
+            inside = [u for u, k in enumerate(kinds) if k == each]
+            parts = [0] * len(inside)
+            if each >= 0:
+                least = self.fine.seconds / UNITS
+                _, places = join_light(part_of(self.fine, inside), least, 1)
+                parts = list(places)
+            for u, place in zip(inside, parts, strict=True):
+                of[u] = len(members) + place
+            members += [[] for _ in range(max(parts) + 1)]
+        for u, place in enumerate(of):
+            members[place].append(u)
+        self.of, self.members = of, members
+        self.problem = joined(self.fine, of)
+        self.kinds = [kinds[units[0]] for units in members]
+        self.budget = self.effort * BUDGET * max(len(members), FEWEST)
+
+    @cached_property
+    def edges(self) -> list[tuple[int, int]]:
+        """Units and their readers, of one phase, of which both may change stages."""
+        graph, kinds = self.problem.graph, self.kinds
+        return [(a, b) for a, b in graph.edges if kinds[a] == kinds[b] >= 0]
+
+    @cached_property
+    def _least(self) -> float:
+        """A step that is as good as none shorter: work, evenly shared."""
+        times = self._times
+        work = sum(
+            u.seconds * k for u, k in zip(self.problem.units, times, strict=True)
+        )
+        return work / self.asked.workers * (1 + CLOSE)
+
+    @cached_property
+    def _times(self) -> list[int]:
+        """How often each unit runs in each direction."""
+        return [1 if kind < 0 else self.asked.microbatches for kind in self.kinds]
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The units in an order of data flow."""
+        return list(nx.lexicographical_topological_sort(self.problem.graph))
+
+    def start(
+        self, cut: Sequence[int], schedule: Schedule, stages: nx.DiGraph[int]
+    ) -> Layout | None:
+        """The layout nearest to a schedule for stages, of a cut of the fine units; None
+        if there is none, as where weights move."""
+        coarse, graph = [0] * len(self.members), self.problem.graph
+        place = {s: i for i, s in enumerate(flow_order(stages))}
+        for unit in self.order:  # in the stage of most of it, or a later one
+            share: dict[int, float] = {}
+            for u in self.members[unit]:
+                share[cut[u]] = share.get(cut[u], 0.0) + self.fine.units[u].seconds
+            of = max(share, key=share.__getitem__)
+            before = (coarse[p] for p in graph.predecessors(unit))
+            coarse[unit] = max([of, *before], key=place.__getitem__)
+        workers: dict[int, tuple[int, ...]] = {}
+        for s in sorted(set(coarse)):
+            own = self._workers(schedule, s)
+            if own is None:
+                return None
+            workers[s] = own
+        caps = {schedule.cap(s) for s in workers}
+        more = None if caps == {None} else 0
+        new = {s: i for i, s in enumerate(workers)}
+        layout = Layout(
+            tuple(new[s] for s in coarse), tuple(workers.values()), True, more
+        )
+        return layout if self.order_of(layout) is not None else None
+
+    def _workers(self, schedule: Schedule, stage: int) -> tuple[int, ...] | None:
+        """The workers that take microbatches of a stage in turns."""
+        every = range(schedule.microbatches)
+        places = {
+            d: [schedule.place(Job(stage, b, d)) for b in every]
+            for d in schedule.directions
+        }
+        runs = [place.compute for place in places[Direction.FORWARD]]
+        count = next((k for k in range(1, len(runs)) if runs[k] == runs[0]), len(runs))
+        group = tuple(runs[:count])
+        same = all(
+            place == (group[b % count], group[b % count], None)
+            for each in places.values()
+            for b, place in enumerate(each)
+        )
+        return group if same and len(set(group)) == count else None
+
+    def order_of(self, layout: Layout) -> list[int] | None:
+        """Its stages in an order of data flow, global-batch ones last; None for a
+        circle, and for units that may not share a stage."""
+        cut, kinds = layout.cut, self.kinds
+        if any(cut[a] == cut[b] for a, b in self.problem.apart):
+            return None
+        stages: nx.DiGraph[int] = nx.DiGraph()
+        stages.add_nodes_from(range(len(layout.workers)))
+        graph = self.problem.graph
+        stages.add_edges_from(
+            (cut[a], cut[b]) for a, b in graph.edges if cut[a] != cut[b]
+        )
+        try:
+            order = list(nx.lexicographical_topological_sort(stages))
+        except nx.NetworkXUnfeasible:
+            return None
+        whole = {cut[u] for u, kind in enumerate(kinds) if kind < 0}
+        return [s for s in order if s not in whole] + sorted(whole)
+
+    def made(self, layout: Layout) -> Made | None:
+        """The schedule and the stages of a layout; None if it can't be."""
+        order = self.order_of(layout)
+        if order is None:
+            return None
+        new = {s: i for i, s in enumerate(order)}
+        cut = tuple(new[s] for s in layout.cut)
+        stages = stage_graph(self.problem, cut)
+        for u, kind in enumerate(self.kinds):
+            if kind < 0:
+                stages.nodes[cut[u]]["joint"] = True
+        workers = [layout.workers[s] for s in order]
+        schedule = fit_joint(self._schedule(layout, workers, stages), stages)
+        return Made(schedule, stages, cut, workers)
+
+    def _schedule(
+        self,
+        layout: Layout,
+        workers: Sequence[Sequence[int]],
+        stages: nx.DiGraph[int],
+    ) -> Schedule:
+        microbatches, depth = self.asked.microbatches, stage_depths(stages)
+        places = [[Placement(k, k) for k in own] for own in workers]
+        n: Priority = oldest_microbatch_first(len(stages))
+        if layout.longest:
+            n = longest_way_first(stages, microbatches)
+        first, more = n, layout.more
+        if self.asked.split_backward:
+            n = lambda s, b, d: (  # noqa: E731
+                LATE + b if d is Direction.WEIGHT else first(s, b, d)
+            )
+        caps = None if more is None else OwnCaps(lambda s: depth[s] + more)
+
+        def w(s: int, b: int, d: Direction) -> Placement:
+            own = places[s]
+            return own[b % len(own)]
+
+        return replace(
+            self.asked,
+            stages=len(stages),
+            w=w,
+            n=n,
+            in_flight=caps,
+            fit=None,
+            candidates=(),
+        )
+
+    def run(self, layout: Layout) -> Ran | None:
+        """Runs a layout on the clock; None if it can't be, or in_flight stops it."""
+        made = self.made(layout)
+        if made is None:
+            return None
+        schedule, stages, _, workers = made
+        self.tried += 1
+        self.budget -= PER_LAYOUT + 2 * len(stages) * schedule.microbatches
+        events = run_stages(schedule, stages)
+        if not events.complete:
+            return None
+        end = max(events.end, default=0.0)
+        copied = [s for s, own in enumerate(workers) if len(own) > 1]
+        ends = (self._summed(s, stages, events) for s in copied)
+        return Ran(max([end, *ends]), made, events)
+
+    def _summed(self, stage: int, stages: nx.DiGraph[int], events: Timeline) -> float:
+        """When gradients of a stage that several workers compute are added up: they are
+        sent to one worker."""
+        last = max(end for job, _, _, end in events if job.stage == stage)
+        return last + float(stages.nodes[stage]["fetch"])
+
+    def _work(self, layout: Layout) -> float:
+        """Seconds of all jobs of the worker that has most to do."""
+        load, units = [0.0] * self.asked.workers, self.problem.units
+        for unit, stage, often in zip(units, layout.cut, self._times, strict=True):
+            own = layout.workers[stage]
+            for worker in own:
+                load[worker] += unit.seconds * often / len(own)
+        return max(load)
+
+    def cost(self, ran: Ran) -> float:
+        """Seconds, and as much of them again as a worker holds above the limit."""
+        if self.limit == inf:
+            return ran.seconds
+        schedule, stages, *_ = ran.made
+        held = held_memory(schedule, stages, ran.events)
+        most = max(memory.total for memory in held)
+        return ran.seconds * max(1.0, most / self.limit)
+
+    # The search
+
+    def search(self, starts: Sequence[Layout], random: Random) -> Found | None:
+        """The best layout that is found from these; None if all hold too much."""
+        chains = []
+        for start in starts:
+            ran = self.run(start)
+            if ran is not None:
+                chains.append(_Walk(self.cost(ran), ran.seconds, start))
+        chains.sort(key=_cost)
+        best, total = None, self.budget
+        for i, walk in enumerate(chains[:CHAINS]):
+            found = self._anneal(walk, total * (1 - 0.2 * (i + 1)), random)
+            best = found if best is None else min(best, found, key=_cost)
+        if best is None:
+            return None
+        best = min(best, self._anneal(best, 0.0, random), key=_cost)
+        ran = self.run(best.layout)
+        if ran is None or best.cost > best.seconds:
+            return None
+        schedule, stages, cut, _ = ran.made
+        fine = tuple(cut[unit] for unit in self.of)
+        return Found(fine, schedule, stages, best.seconds, self.tried)
+
+    def _anneal(self, start: _Walk, left: float, random: Random) -> _Walk:
+        """The best layout on a walk; left: what stays of the budget."""
+        best = now = start
+        hottest = HEAT + HEAT_OF_UNIT / len(self.members)
+        total = self.budget - left
+        while self.budget > left and best.cost > self._least:
+            heat = hottest * best.cost * ((self.budget - left) / total) ** 2
+            changed = self._changed(now.layout, random)
+            most = now.cost - heat * log(1.0 - random.random())
+            if changed is None or self._work(changed) > most:
+                self.budget -= PER_LAYOUT / 5
+                continue
+            ran = self.run(changed)
+            if ran is None or ran.seconds > most or (cost := self.cost(ran)) > most:
+                continue
+            now = _Walk(cost, ran.seconds, changed)
+            best = min(best, now, key=_cost)
+        return best
+
+    def _changed(self, layout: Layout, random: Random) -> Layout | None:
+        """The layout after a random change."""
+        moves: Sequence[Callable[[Layout, Random], Layout | None]] = (
+            *(self._moved,) * 9,
+            *(self._placed,) * 3,
+            *(self._swapped,) * 2,
+            *(self._parted,) * 2,
+            *(self._merged,) * 2,
+            self._ordered,
+            self._copied,
+        )
+        return random.choice(moves)(layout, random)
+
+    def _crossing(self, cut: Cut) -> list[tuple[int, int]]:
+        return [(a, b) for a, b in self.edges if cut[a] != cut[b]]
+
+    def _moved(self, layout: Layout, random: Random) -> Layout | None:
+        """Up to three units go to the stage of a neighbour."""
+        crossing = self._crossing(layout.cut)
+        if not crossing:
+            return None
+        a, b = random.choice(crossing)
+        cut, (here, there) = list(layout.cut), (layout.cut[a], layout.cut[b])
+        for _ in range(random.choice((1, 1, 1, 2, 3))):
+            if random.random() < 0.5:
+                cut[a] = there
+            else:
+                cut[b] = here
+            near = [(x, y) for x, y in crossing if (cut[x], cut[y]) == (here, there)]
+            if not near:
+                break
+            a, b = random.choice(near)
+        return _without_empty(layout._replace(cut=tuple(cut)))
+
+    def _placed(self, layout: Layout, random: Random) -> Layout:
+        """A stage goes to another worker."""
+        workers = list(layout.workers)
+        s = random.randrange(len(workers))
+        workers[s] = (random.randrange(self.asked.workers),)
+        return layout._replace(workers=tuple(workers))
+
+    def _swapped(self, layout: Layout, random: Random) -> Layout | None:
+        """Two stages change workers."""
+        workers = list(layout.workers)
+        if len(workers) < 2:
+            return None
+        s, t = random.sample(range(len(workers)), 2)
+        workers[s], workers[t] = workers[t], workers[s]
+        return layout._replace(workers=tuple(workers))
+
+    def _parted(self, layout: Layout, random: Random) -> Layout | None:
+        """A stage is cut in two; the later part goes to any worker."""
+        s = random.randrange(len(layout.workers))
+        inside = [u for u in self.order if layout.cut[u] == s]
+        if len(inside) < 2:
+            return None
+        later = set(inside[random.randrange(1, len(inside)) :])
+        new = len(layout.workers)
+        cut = tuple(new if u in later else t for u, t in enumerate(layout.cut))
+        workers = (*layout.workers, (random.randrange(self.asked.workers),))
+        return layout._replace(cut=cut, workers=workers)
+
+    def _merged(self, layout: Layout, random: Random) -> Layout | None:
+        """A stage joins a neighbour."""
+        crossing = self._crossing(layout.cut)
+        if not crossing:
+            return None
+        a, b = random.choice(crossing)
+        into, gone = layout.cut[a], layout.cut[b]
+        if random.random() < 0.5:
+            into, gone = gone, into
+        cut = tuple(into if s == gone else s for s in layout.cut)
+        return _without_empty(layout._replace(cut=cut))
+
+    def _ordered(self, layout: Layout, random: Random) -> Layout:
+        """Jobs run in another order."""
+        if random.random() < 0.5:
+            return layout._replace(longest=not layout.longest)
+        return layout._replace(more=random.choice(CAPS))
+
+    def _copied(self, layout: Layout, random: Random) -> Layout | None:
+        """One more worker, or one fewer, takes microbatches of a stage."""
+        s = random.randrange(len(layout.workers))
+        own = layout.workers[s]
+        others = [w for w in range(self.asked.workers) if w not in own]
+        whole = any(
+            self.kinds[u] < 0 for u, stage in enumerate(layout.cut) if stage == s
+        )
+        if len(own) > 1 and (random.random() < 0.5 or not others):
+            own = own[:-1]
+        elif others and not whole:
+            own = (*own, random.choice(others))
+        else:
+            return None
+        workers = list(layout.workers)
+        workers[s] = own
+        return layout._replace(workers=tuple(workers))
+
+
+def _cost(walk: _Walk) -> tuple[bool, float]:
+    """Those within the limit are better than all others."""
+    return walk.cost > walk.seconds, walk.cost
+
+
+def _without_empty(layout: Layout) -> Layout:
+    """The layout without stages that have no units."""
+    left = sorted(set(layout.cut))
+    if len(left) == len(layout.workers):
+        return layout
+    new = {s: i for i, s in enumerate(left)}
+    cut = tuple(new[s] for s in layout.cut)
+    return layout._replace(cut=cut, workers=tuple(layout.workers[s] for s in left))
