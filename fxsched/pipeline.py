@@ -168,12 +168,14 @@ def make_plan(
         cuts=facts(gm).cuts,
         whole=whole,
         said=tuple(filter(None, _said(step.facts))),
+        compared=step.facts.compared,
     )
 
 
 def _said(known: Facts) -> Iterator[str]:
     """What explain() says of the model besides, where there is something to say."""
-    yield from (known.meeting, known.totals, known.sliced, known.again, known.compared)
+    yield from (known.meeting, known.totals, known.sliced, known.again)
+    yield str(known.compared or "")
 
 
 def _without_shards(cut: StageGraph, request: Request) -> Callable[[], Plan] | None:

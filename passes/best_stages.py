@@ -3,44 +3,29 @@ cuts and placements makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-from typing import NamedTuple
+
+import networkx as nx
 
 from ..ir.meta import of_node
 from ..ir.request import Request
+from ..jobs.compared import OWN, Compared, Planned
 from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
+from ..partition.cut_cost import Cut
 from ..partition.layouts import Layouts
-from ..partition.planner import MemoryLimitError, most_held, moved_seconds
+from ..partition.planner import MemoryLimitError, most_held, moved_seconds, stage_graph
 from .cut_problem import Block, cut_problem
 from .joint_stages import Fitted, Parts
 
 # A candidate brings these to the schedule that has it.
-BRINGS = ("stages", "w", "n", "in_flight", "fit", "split_backward", "in_order", "u")
+BRINGS = ("w", "n", "in_flight", "fit", "split_backward", "in_order")
 MORE = 1.1  # of what the first candidate holds, where no limit is given
-OWN = "auto"
 WORTH = 0.005  # of a step, that the search must save
 
 Fit = Callable[[Request], Fitted]
-
-
-class Planned(NamedTuple):
-    """A candidate with the stage of each block."""
-
-    name: str
-    cut: Sequence[int]
-    fitted: Fitted
-    seconds: float
-    bytes: float
-
-
-class Compared(NamedTuple):
-    """The best, the candidates by their steps, and the layouts that were searched."""
-
-    best: Planned
-    ranked: Sequence[Planned]
-    layouts: Layouts
 
 
 def best_stages(blocks: list[Block], request: Request, fit: Fit) -> Fitted:
@@ -52,34 +37,73 @@ def best_stages(blocks: list[Block], request: Request, fit: Fit) -> Fitted:
 
     fit: plans one candidate. Raises PlanError if no candidate can be planned.
     """
-    compared = compare(blocks, request, fit)
-    best = compared.best
-    for block, stage in zip(blocks, best.cut, strict=True):
-        for node in block:
-            of_node(node)["stage"] = stage
-    schedule = replace(best.fitted.schedule, name=request.schedule.name)
-    return Fitted(schedule, best.fitted.stages, _text(compared))
+    compared, _ = compare(blocks, request, fit)
+    schedule = replace(compared.best.schedule, name=request.schedule.name)
+    fitted = pinned_stages(blocks, replace(request, schedule=schedule))
+    return fitted._replace(compared=compared)
 
 
-def compare(blocks: list[Block], request: Request, fit: Fit) -> Compared:
+def pinned_stages(blocks: list[Block], request: Request) -> Fitted:
+    """Gives each node the stage that the schedule's cut says.
+
+    Raises PlanError for the cut of another model.
+    """
+    schedule, joint = request.schedule, set[int]()
+    assert schedule.cut is not None
+    if request.stages != "auto":
+        raise PlanError(
+            "stages= names where stages begin, and the schedule has a cut of its own; "
+            "leave stages= out, or give dataclasses.replace(schedule, cut=None)"
+        )
+    nodes = {node.name: node for block in blocks for node in block}
+    if other := sorted(nodes.keys() ^ schedule.cut.keys()):
+        what = "has no stage for" if other[0] in nodes else "has a stage for"
+        raise PlanError(
+            f"the schedule's cut {what} {other[0]}: it was made for another model, or "
+            "another release of PyTorch; search again, or give "
+            "dataclasses.replace(schedule, cut=None)"
+        )
+    for name, node in nodes.items():
+        of_node(node)["stage"] = schedule.cut[name]
+        if of_node(node).get("joint"):
+            joint.add(schedule.cut[name])
+    cut = tuple(schedule.cut[block[0].name] for block in blocks)
+    stages = stage_graph(cut_problem(blocks, request), cut)
+    for stage in joint:
+        stages.nodes[stage]["joint"] = True
+    return Fitted(schedule, stages)
+
+
+def compare(
+    blocks: list[Block], request: Request, fit: Fit
+) -> tuple[Compared, Layouts]:
     """Plans the candidates, and searches from them. Raises as best_stages."""
-    planned, refused = _candidates(blocks, request, fit)
+    parts, problem = Parts(blocks), cut_problem(blocks, request)
+    whole = parts.groups(problem, None) if parts.whole else []
+    planned, cuts, refused = list[Planned](), list[Cut](), list[PlanError]()
+    for candidate in request.schedule.candidates:
+        try:
+            fitted = fit(replace(request, schedule=_asked(request, candidate)))
+        except PlanError as error:
+            refused.append(error)
+            continue
+        cuts.append(tuple(of_node(block[0])["stage"] for block in blocks))
+        name = candidate.name or "candidate"
+        planned.append(_planned(blocks, name, cuts[-1], *fitted[:2]))
     if not planned:
         raise refused[0]
     limit = request.memory_limit or MORE * planned[0].bytes
-    parts, problem = Parts(blocks), cut_problem(blocks, request)
-    whole = parts.groups(problem, None) if parts.whole else []
     layouts = Layouts(problem, request.schedule, parts.phases, whole, limit)
-    ranked = sorted(planned, key=lambda each: each.seconds)
-    starts = [layouts.start(each.cut, *each.fitted[:2]) for each in ranked]
+    ranked = sorted(range(len(planned)), key=lambda i: planned[i].seconds)
+    starts = [
+        layouts.start(cuts[i], planned[i].schedule, planned[i].stages) for i in ranked
+    ]
     found = layouts.search([each for each in starts if each is not None], Random(0))
-    within = [each for each in ranked if each.bytes <= limit]
-    best = within[0] if within else None
+    best = next((planned[i] for i in ranked if planned[i].bytes <= limit), None)
     if found is not None:
-        own = Fitted(found.schedule, found.stages)
-        seconds, size = moved_seconds(*own[:2]), most_held(*own[:2])
-        if best is None or seconds < best.seconds * (1 - WORTH):
-            best = Planned(OWN, found.cut, own, seconds, size)
+        own = _planned(blocks, OWN, found.cut, found.schedule, found.stages)
+        if best is None or own.seconds < best.seconds * (1 - WORTH):
+            best = own
     if best is None:
         least = min(planned, key=lambda each: each.bytes)
         raise MemoryLimitError(
@@ -88,44 +112,37 @@ def compare(blocks: list[Block], request: Request, fit: Fit) -> Compared:
             "or use more workers or smaller microbatches",
             least.bytes,
         )
-    return Compared(best, ranked, layouts)
+    rows = tuple(planned[i] for i in ranked)
+    return Compared(best, rows, layouts.tried, limit), layouts
 
 
-def _candidates(
-    blocks: list[Block], request: Request, fit: Fit
-) -> tuple[list[Planned], list[PlanError]]:
-    """The candidates that can be planned, and why others can't."""
-    planned, refused, asked = list[Planned](), list[PlanError](), request.schedule
-    for candidate in asked.candidates:
-        brings = {name: getattr(candidate, name) for name in BRINGS}
-        brings["u"] = brings["u"] or asked.u
-        schedule = replace(asked, **brings, name=candidate.name, candidates=())
-        try:
-            fitted = fit(replace(request, schedule=schedule))
-        except PlanError as error:
-            refused.append(error)
-            continue
-        cut = [of_node(block[0])["stage"] for block in blocks]
-        seconds, size = moved_seconds(*fitted[:2]), most_held(*fitted[:2])
-        planned.append(Planned(candidate.name or "", cut, fitted, seconds, size))
-    return planned, refused
-
-
-def _text(compared: Compared) -> str:
-    """What was compared, for people."""
-
-    def named(some: Sequence[Planned]) -> str:
-        return ", ".join(f"{each.name} {each.seconds * 1e3:.4g} ms" for each in some)
-
-    best, ranked, layouts = compared
-    limit = layouts.limit
-    within = [each for each in ranked if each.bytes <= limit]
-    above = [each for each in ranked if each.bytes > limit]
-    took = best.name if best.name != OWN else "one of these layouts"
-    text = (
-        f"{layouts.tried} layouts were compared with schedules of the library: "
-        f"{named(within) or 'none'}; taken: {took}, {best.seconds * 1e3:.4g} ms"
+def _asked(request: Request, candidate: Schedule) -> Schedule:
+    """The schedule that is asked for, with what the candidate brings."""
+    asked = request.schedule
+    brings = {name: getattr(candidate, name) for name in BRINGS}
+    return replace(
+        asked,
+        **brings,
+        stages=candidate.stages or asked.stages,
+        u=candidate.u or asked.u,
+        name=candidate.name,
+        candidates=(),
     )
-    if above:
-        text += f"\nleft out, above {limit / 2**20:.4g} MiB on a worker: {named(above)}"
-    return text
+
+
+def _planned(
+    blocks: list[Block],
+    name: str,
+    cut: Cut,
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+) -> Planned:
+    """A schedule with its cut, timed."""
+    names = {
+        node.name: stage
+        for block, stage in zip(blocks, cut, strict=True)
+        for node in block
+    }
+    seconds, size = moved_seconds(schedule, stages), most_held(schedule, stages)
+    fixed = replace(schedule, stages=len(stages), cut=names, fit=None)
+    return Planned(name, fixed, stages, seconds, size)

@@ -13,6 +13,7 @@ from ..ir.graphs import Role
 from ..ir.meta import of_node
 from ..ir.request import Request
 from ..ir.user_line import line_of
+from ..jobs.compared import Compared
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..partition.cut_cost import BRANCH, Cut, Problem
@@ -31,12 +32,12 @@ from .cut_problem import Block, cut_problem, named_cut
 class Fitted(NamedTuple):
     """A schedule, and the stages that it is for, with estimates of their times.
 
-    compared: with what, for people.
+    compared: with what, where the schedule has candidates.
     """
 
     schedule: Schedule
     stages: nx.DiGraph[int]
-    compared: str = ""
+    compared: Compared | None = None
 
 
 def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:

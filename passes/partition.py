@@ -24,7 +24,7 @@ from ..ir.user_line import user_line
 from ..ir.writes import touching
 from ..jobs.job import PlanError
 from ..partition.planner import choose_cut, stage_graph
-from .best_stages import best_stages
+from .best_stages import best_stages, pinned_stages
 from .cut_problem import (
     Block,
     cut_problem,
@@ -72,6 +72,8 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
 
 def _fit(blocks: list[Block], request: Request) -> Fitted:
     """Gives every node of the blocks a stage."""
+    if request.schedule.cut is not None:
+        return pinned_stages(blocks, request)
     if request.schedule.candidates and request.stages == "auto":
         return best_stages(blocks, request, partial(_fit, blocks))
     if any(of_node(node).get("joint") for block in blocks for node in block):

@@ -9,6 +9,7 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
+from ..jobs.compared import Compared
 from ..jobs.job import Piece
 from ..jobs.schedule import Schedule
 from .graphs import Draw, Group, Output
@@ -37,7 +38,7 @@ class Facts:
         of it by split_stages; times and `held` by differentiate_stages).
     groups: weights by owners and readers (split_stages; who gives gradients by
         differentiate_stages).
-    compared: what the schedule and its cut were compared with, for people
+    compared: what the schedule and its cut were compared with, where it had candidates
         (assign_stages).
     again: which parts of the model B computes again, for people (assign_stages).
     loss: position of the output that B starts from in the call itself, or None
@@ -58,7 +59,7 @@ class Facts:
     meeting: str = ""
     linear: bool = True
     schedule: Schedule | None = None
-    compared: str = ""
+    compared: Compared | None = None
     again: str = ""
     pairs: str = ""
     norms: str = ""

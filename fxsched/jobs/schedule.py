@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from os import PathLike
@@ -109,6 +109,9 @@ class Schedule:
         step, and then improves its cut and its placement; see schedules.auto. Without a
         memory limit, no worker holds more than a tenth above what one holds under the
         first of them.
+    cut: the stage of each operation of one model, by the names of plan.nodes, as the
+        planner found it for a schedule with candidates. None leaves the cut to the
+        planner, or to backend(stages=).
     """
 
     workers: int
@@ -132,6 +135,7 @@ class Schedule:
     outer: tuple[float, float] | None = None
     shards: int = 1
     candidates: tuple[Schedule, ...] = ()
+    cut: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         for field, number in checked_fields(vars(self)).items():
@@ -322,6 +326,8 @@ class Schedule:
             record["versions"] = {str(job): self.seen(job) for job in jobs}
         if self.rate is not None:
             record["rates"] = [self.stage_rate(stage) for stage in stages]
+        if self.cut is not None:
+            record["cut"] = dict(self.cut)
         if self.drift is not None:
             record["drifts"] = [self.stage_drift(stage) for stage in stages]
         if self.ahead:

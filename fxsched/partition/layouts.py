@@ -228,8 +228,8 @@ class Layouts:
 
     def made(self, layout: Layout) -> Made | None:
         """The schedule and the stages of a layout; None if it can't be."""
-        order = self.order_of(layout)
-        if order is None:
+        order, wanted = self.order_of(layout), self.asked.stages
+        if order is None or wanted not in (None, len(order)):
             return None
         new = {s: i for i, s in enumerate(order)}
         cut = tuple(new[s] for s in layout.cut)

@@ -36,6 +36,7 @@ from ..ir.garbage import no_collection
 from ..ir.graphs import Group, Output, State
 from ..ir.parts import KeptParts, PartOf, WeightCut
 from ..ir.step import Message, Op, Step
+from ..jobs.compared import Compared
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_count, is_int, shown
@@ -107,6 +108,8 @@ class Plan:
         follow those of the call's inputs.
     cuts: which weights are cut into shards, and why others are not.
     whole: a function that plans the same schedule without shards, from the same trace.
+    compared: what the planner compared for a schedule with candidates, such as that of
+        schedules.auto; see fxsched/jobs/compared.py.
     """
 
     schedule: Schedule
@@ -135,6 +138,7 @@ class Plan:
     parts: Mapping[int, PartOf] = field(default_factory=dict)
     cuts: tuple[WeightCut, ...] = ()
     whole: Callable[[], Plan] | None = None
+    compared: Compared | None = None
 
     @property
     def timeline(self) -> Timeline:

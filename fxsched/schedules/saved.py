@@ -27,7 +27,7 @@ FIELDS = (
 )
 UPDATES = ("update_every", "updates", "updaters")  # where there are any
 PAIRS = {"rate": "rates", "drift": "drifts"}  # a schedule's fields, and a file's
-NEWER = ("versions", "ahead", "average_every", "elastic", "outer", "saved")
+NEWER = ("versions", "ahead", "average_every", "elastic", "outer", "saved", "cut")
 SOME = (*NEWER, *PAIRS.values())
 
 
@@ -95,6 +95,8 @@ def _schedule(record: Any) -> Schedule:
     for job in jobs:
         loaded.place(job)
     loaded = _with_updates(loaded, record)
+    if "cut" in record:
+        loaded = replace(loaded, cut=_cut(record["cut"], loaded.stages or 0))
     if "ahead" in record:  # null: no bound
         bound = record["ahead"]
         loaded = replace(loaded, ahead=inf if bound is None else bound)
@@ -166,6 +168,13 @@ def _with_versions(schedule: Schedule, record: object) -> Schedule:
     for job in (Job(s, b, d) for s in stages for b in every for d in loaded.directions):
         loaded.seen(job)
     return loaded
+
+
+def _cut(record: object, stages: int) -> dict[str, int]:
+    """The stages of a model's operations."""
+    if not isinstance(record, dict) or not set(record.values()) <= {*range(stages)}:
+        raise PlanError("its cut must be an object, with a stage for each operation")
+    return record
 
 
 def _caps(record: object) -> dict[int, int]:

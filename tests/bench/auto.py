@@ -20,6 +20,7 @@ from tabulate import tabulate
 
 import fxsched
 from fxsched import Placement, Schedule, schedules
+from fxsched.jobs.compared import Compared
 from fxsched.jobs.job import Direction, Job
 from fxsched.jobs.own_caps import OwnCaps
 from fxsched.partition.layouts import Layouts
@@ -49,32 +50,31 @@ class Row(NamedTuple):
 
 def row(model: str, workers: int, split: bool, annealed: float) -> Row:
     """Plans a model; anneals for so many seconds."""
-    kept: list[tuple[best_stages.Compared, float]] = []
+    kept: list[tuple[Compared, Layouts, float]] = []
     compare = best_stages.compare
 
-    def timed(*arguments: Any) -> best_stages.Compared:
+    def timed(*arguments: Any) -> tuple[Compared, Layouts]:
         began = time.perf_counter()
         found = compare(*arguments)
-        kept.append((found, time.perf_counter() - began))
+        kept.append((*found, time.perf_counter() - began))
         return found
 
     case = asked(model)
     with patch.object(best_stages, "compare", timed):
         schedule = schedules.auto(workers, MICROBATCHES, split)
         fxsched.plan(case.model, schedule, *case.args)
-    found = min((each for each, _ in kept), key=lambda each: each.best.seconds)
-    limit = found.layouts.limit
-    within = [each for each in found.ranked if each.bytes <= limit]
-    blocks = blocks_of(found.layouts, split)
+    found, layouts, _ = min(kept, key=lambda each: each[0].best.seconds)
+    within, limit = found.within, found.limit
+    blocks = blocks_of(layouts, split)
 
     def fits(state: State) -> bool:
-        return most_held(*planned(found.layouts, blocks, state)) <= limit
+        return most_held(*planned(layouts, blocks, state)) <= limit
 
     best, *_ = anneal(blocks, MICROBATCHES, workers, fits, annealed)
-    graph = next(each for each in found.ranked if each.name == "graph")
+    graph = next(each for each in found.candidates if each.name == "graph")
     times = found.best.seconds, graph.seconds, within[0].seconds
     auto, graph_ms, library = (1e3 * each for each in times)
-    took = sum(seconds for _, seconds in kept)
+    took = sum(seconds for *_, seconds in kept)
     name = within[0].name
     return Row(model, workers, split, auto, graph_ms, library, name, 1e3 * best, took)
 
