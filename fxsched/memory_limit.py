@@ -64,6 +64,8 @@ def _limited(
             target = limit = error.least
             continue
         yield found
+        if found.plan.schedule.cut is not None:  # that was searched once
+            request = replace(request, schedule=found.plan.schedule)
         if NEAR * limit <= _held(found) <= limit:
             return
         more = (limit / _held(found)) ** 2

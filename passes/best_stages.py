@@ -19,9 +19,11 @@ from ..partition.layouts import Layouts
 from ..partition.planner import MemoryLimitError, most_held, moved_seconds, stage_graph
 from .cut_problem import Block, cut_problem
 from .joint_stages import Fitted, Parts
+from .recompute_within import fit_within, unmark
 
 # A candidate brings these to the schedule that has it.
 BRINGS = ("w", "n", "in_flight", "fit", "split_backward", "in_order")
+ABOVE = 4  # candidates that are tried with blocks that B computes again
 MORE = 1.1  # of what the first candidate holds, where no limit is given
 WORTH = 0.005  # of a step, that the search must save
 
@@ -72,6 +74,33 @@ def pinned_stages(blocks: list[Block], request: Request) -> Fitted:
     for stage in joint:
         stages.nodes[stage]["joint"] = True
     return Fitted(schedule, stages)
+
+
+def best_within(blocks: list[Block], request: Request, fit: Fit) -> Fitted:
+    """The same where B may compute blocks again to stay within the limit of memory."""
+    nodes = [node for block in blocks for node in block]
+    refused: list[PlanError] = []
+    try:
+        compared, _ = compare(blocks, request, fit)
+    except MemoryLimitError:
+        compared, _ = compare(blocks, replace(request, memory_limit=None), fit)
+    above = [each for each in compared.candidates if each not in compared.within]
+    found: list[tuple[float, Request]] = []
+    for each in (compared.best, *above[:ABOVE]):
+        schedule = replace(each.schedule, name=request.schedule.name)
+        asked = replace(request, schedule=schedule)
+        try:
+            seconds = moved_seconds(*fit_within(nodes, asked, fit)[:2])
+        except PlanError as error:
+            refused.append(error)
+            continue
+        finally:
+            unmark(nodes)
+        found.append((seconds, asked))
+    if not found:
+        raise refused[0]
+    _, asked = min(found, key=lambda each: each[0])
+    return fit_within(nodes, asked, fit)._replace(compared=compared)
 
 
 def compare(

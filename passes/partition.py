@@ -24,7 +24,7 @@ from ..ir.user_line import user_line
 from ..ir.writes import touching
 from ..jobs.job import PlanError
 from ..partition.planner import choose_cut, stage_graph
-from .best_stages import best_stages, pinned_stages
+from .best_stages import best_stages, best_within, pinned_stages
 from .cut_problem import (
     Block,
     cut_problem,
@@ -61,8 +61,12 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         shared = set()
         blocks = _used(gm, _blocks(gm, request, shared))
     if request.carry == "auto" and request.memory_limit and request.training:
-        nodes = [node for block in blocks for node in block]
-        fitted = fit_within(nodes, request, partial(_fit, blocks))
+        fit = partial(_fit, blocks)
+        if request.schedule.candidates and request.stages == "auto":
+            fitted = best_within(blocks, request, fit)
+        else:
+            nodes = [node for block in blocks for node in block]
+            fitted = fit_within(nodes, request, fit)
     else:
         fitted = _fit(blocks, request)
     known = replace(facts(gm), **fitted._asdict(), again=again_text(gm.graph.nodes))

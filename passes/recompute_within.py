@@ -61,13 +61,18 @@ def fit_within(nodes: Sequence[fx.Node], request: Request, fit: Fit) -> Fitted:
         _mark(more)
         marks += more
     note_choice(request, marks)
-    for node in marks:
-        of_node(node).pop("recompute", None)
+    unmark(marks)
     if not found:
         raise refused[-1]
     _, asked, chosen = min(found, key=lambda choice: choice[0])
     _mark(chosen)
     return fit(asked)
+
+
+def unmark(nodes: Sequence[fx.Node]) -> None:
+    """Has B compute none of these nodes again."""
+    for node in nodes:
+        of_node(node).pop("recompute", None)
 
 
 def _mark(nodes: Sequence[fx.Node]) -> None:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import networkx as nx
 
 from ..accounts.paper import held_memory
-from ..clock.joint import joint_stages
 from ..clock.network import Transfer
 from ..draw import tables
 from ..draw.palette import Clock, clock
@@ -29,7 +28,7 @@ from .stage_costs import Costs
 
 ALIKE = 1e-3  # share of a step that no prediction tells apart
 FINALISTS = 3  # placements whose best order is compared
-PLANNED = 8  # schedules that are planned for a model
+PLANNED = 5  # schedules that are planned for a model
 LONGER = "longer by estimates, and not planned"
 MOVING = "not compared, since they move weights or gradients and prefetch isn't given"
 
@@ -109,26 +108,29 @@ class Comparison:
             last = min(len(estimated), max(PLANNED, number))
             self.tell(f"planning {number} of {last} candidates")
             candidate = row.candidate
-            made = candidate.made
-            if not self.costs.open:
-                made = replace(made, stages=len(candidate.stages))
             try:
-                plan = _planned(make, made)
+                plan = _planned(make, candidate.made)
             except PlanError:
                 continue  # such as a cap that a global-batch stage can't keep
-            joint = joint_stages(plan.stages)  # which the planner adds to the others
-            count, strict = len(plan.stages) - len(joint), plan.schedule.in_order
-            if made.stages is None and not joint:
-                found = replace(plan.schedule, stages=count, name=made.name)
-            else:
-                fitted = made.fitted(plan.stages)
-                found = replace(fitted, stages=count, in_order=strict, name=made.name)
+            strict = plan.schedule.in_order
+            found = replace(candidate.made, in_order=strict)
             simulation = plan.simulate(transfer=self.goal.transfer)
             most = max(peaks.at_once.total for peaks in plan.memory)
             chosen = candidate._replace(schedule=found, stages=plan.stages)
             self.rows.append(Row(chosen, simulation, most))
 
     def _library(self) -> list[Candidate]:
+        if self.costs.compared:
+            return [
+                Candidate(
+                    each.schedule.name or "",
+                    "",
+                    each.schedule,
+                    each.stages,
+                    each.schedule,
+                )
+                for each in self.costs.compared
+            ]
         moves = self.goal.prefetch is not None
         candidates, out = [], dict[str, None]()
         for each in library(
@@ -139,11 +141,6 @@ class Comparison:
             moved = moves_weights(each.schedule, each.stages)
             if moved and not moves:
                 out[each.name] = None
-            elif moved and self.costs.plan and each.made.stages is None:
-                stages = [*self.costs.graphs.values()][-1]  # for sums beside other jobs
-                name, fitted = each.schedule.name, each.made.fitted(stages)
-                whole = replace(fitted, stages=len(stages), name=name)
-                candidates.append(each._replace(schedule=whole, stages=stages))
             else:
                 candidates.append(each)
         self.left_out = list(out)
@@ -160,6 +157,7 @@ class Comparison:
             schedule.w,
             name=name,
             split_backward=self.goal.split_backward,
+            cut=schedule.cut,
         )
         return make_problem(
             bare, stages, self.goal.transfer, self.goal.kept, self.goal.limit

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import inf
 from random import Random
 from typing import Any
@@ -14,14 +15,14 @@ from torch import Tensor
 
 from ..clock.network import Transfer, check_transfer
 from ..dry_run import plan
-from ..jobs.job import Placement, PlanError, UnknownModule
-from ..jobs.own_caps import OwnCaps
+from ..jobs.compared import Planned
+from ..jobs.job import PlanError, UnknownModule
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import flag, is_int, is_number, positive
 from ..plans.plan import Plan
 from ..progress import Progress
 from ..schedules.arguments import one_of
-from ..schedules.orders import oldest_microbatch_first
+from ..schedules.auto import auto
 from .candidate_comparison import Comparison, Goal
 from .stage_costs import Costs, counts, of_durations, of_graph
 
@@ -53,14 +54,14 @@ def search(
     Compares the schedules of the library with different parameters, and searches for
     better orders of jobs on their placements.
 
-    For a model, search first simulates with estimated stages. It then plans the model
-    with the best schedules, and returns the schedule whose plan has the shortest step.
-    The table shows the steps and bytes of these plans.
+    For a model, search compares what the planner compares for schedules.auto, each
+    schedule with its own cut, and looks for better orders on their placements. It then
+    plans the model with the best, and returns the schedule whose plan has the shortest
+    step, with its cut. The table shows the steps and bytes of these plans.
 
     subject: the times of one stage, as {"F": 1, "B": 1, "W": 1}, or lists of times,
         stage by stage, if the model is cut into one stage for each worker; or a graph
-        of stages, as described in fxsched/clock/stage_record.py; or a Plan; or a model,
-        which is planned for each number of stages.
+        of stages, as described in fxsched/clock/stage_record.py; or a Plan; or a model.
     args, kwargs: the arguments of a call of the model. kwargs may also have options of
         fxsched.plan, such as batch_dims, network, or optimizer, whose state then counts
         as memory.
@@ -77,7 +78,8 @@ def search(
     seed: the seed of the search; equal seeds give equal schedules.
     objective: "latency", or "span": the longest time from a worker's first start to its
         last end, which is the time of a step if steps follow each other.
-    stages: the numbers of stages to compare; by default one to four for each worker.
+    stages: the numbers of stages to compare; by default one to four for each worker,
+        and for a model any number.
     split_backward: whether to compare schedules with separate W jobs.
     prefetch: as for simulate; by default that of the Plan, or of the model's plans.
         If subject has times, or is a graph, and prefetch is None, search leaves out the
@@ -97,8 +99,9 @@ def search(
         workers, microbatches = sought.size(workers, microbatches)
         jobs = _jobs_of_stage(workers, microbatches, split_backward)
         wanted = counts(stages, workers, jobs)
+        if stages is None and sought.is_model:
+            wanted = [None]
         costs = sought.costs(workers, microbatches, wanted, split_backward)
-        costs = costs._replace(open=stages is None)
         if transfer is None:
             transfer = costs.network if costs.edges else 0.0
         if costs.unit:  # a plan's stages say how long their weights take
@@ -183,6 +186,12 @@ class _Subject:
     kwargs: dict[str, Any]
     tell: Callable[[str], object]
 
+    @property
+    def is_model(self) -> bool:
+        """Whether the subject is to be planned."""
+        known = isinstance(self.subject, (type, Schedule, Mapping, nx.DiGraph, Plan))
+        return callable(self.subject) and not known
+
     def size(self, workers: int | None, microbatches: int | None) -> tuple[int, int]:
         """How many workers and microbatches there are to be, checked."""
         if isinstance(self.subject, Plan):
@@ -208,7 +217,7 @@ class _Subject:
         return workers, microbatches
 
     def costs(
-        self, workers: int, microbatches: int, wanted: Sequence[int], split: bool
+        self, workers: int, microbatches: int, wanted: Sequence[Any], split: bool
     ) -> Costs:
         """Stages, by how many there are. split: whether B may be."""
         if isinstance(self.subject, Mapping):
@@ -218,7 +227,7 @@ class _Subject:
         if isinstance(self.subject, Plan):
             costs = of_graph(self.subject.stages)
             return costs._replace(unit="s", network=self.subject.network)
-        if callable(self.subject) and not isinstance(self.subject, (type, Schedule)):
+        if self.is_model:
             return self.plans(workers, microbatches, wanted, split)
         raise PlanError(
             f"search({self.subject!r}): give times of a stage, a networkx.DiGraph of "
@@ -226,42 +235,37 @@ class _Subject:
         )
 
     def plans(
-        self, workers: int, microbatches: int, wanted: Sequence[int], split: bool
+        self, workers: int, microbatches: int, wanted: Sequence[int | None], split: bool
     ) -> Costs:
-        """The stages of the model's plan for each number of them that it has."""
+        """What the planner compares for schedules.auto, without W and with it."""
         refused: PlanError | None = None
-        graphs: dict[int, nx.DiGraph[int]] = {}
-        for number, count in enumerate(wanted, 1):
-            what = f"cutting the model into {count} stages"
-            self.tell(f"{what}, {number} of {len(wanted)}")
+        graphs, rows, last = dict[int, nx.DiGraph[int]](), list[Planned](), None
+        for is_split, count in product((False, True)[: 1 + split], wanted):
+            self.tell(f"comparing schedules {'with' if is_split else 'without'} W jobs")
+            schedule = replace(auto(workers, microbatches, is_split), stages=count)
             try:
-                plan = self.plan(_in_turns(workers, microbatches, count, split))
+                last = self.plan(schedule)
             except UnknownModule:  # whatever the count
                 raise
             except PlanError as error:
                 refused = refused or error  # such as more stages than it has parts
                 continue
-            graphs[len(plan.stages)], last = plan.stages, plan
-        if not graphs:
+            graphs[len(last.stages)] = last.stages
+            if last.compared is not None:
+                rows += [last.compared.best, *last.compared.candidates]
+        if last is None:
             assert refused is not None
             raise refused
-        costs = Costs(graphs, bytes=True, edges=True, unit="s", plan=self.plan)
-        return costs._replace(
-            network=last.network, microbatches=last.schedule.microbatches
+        return Costs(
+            graphs,
+            bytes=True,
+            edges=True,
+            unit="s",
+            plan=self.plan,
+            compared=tuple(rows),
+            network=last.network,
+            microbatches=last.schedule.microbatches,
         )
 
     def plan(self, schedule: Schedule, **limits: float) -> Plan:
         return plan(self.subject, schedule, *self.args, **self.kwargs | limits)
-
-
-def _in_turns(workers: int, microbatches: int, count: int, split: bool) -> Schedule:
-    """What a model is cut for, to know the stages' costs."""
-    return Schedule(
-        workers,
-        microbatches,
-        count,
-        w=lambda s, b, d: Placement(s % workers, s % workers),
-        n=oldest_microbatch_first(count),
-        in_flight=OwnCaps(lambda s: count - s),
-        split_backward=split,
-    )

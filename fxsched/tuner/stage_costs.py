@@ -10,6 +10,7 @@ import networkx as nx
 
 from ..clock.joint import out_of_order
 from ..clock.network import Wires
+from ..jobs.compared import Planned
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import positive
@@ -25,8 +26,8 @@ class Costs(NamedTuple):
     bytes: whether their sizes are bytes; else activations.
     edges: whether edges may have `seconds` of their own.
     unit: of times, "s" for seconds.
-    plan: plans a model by a schedule, if the stages are estimates for one. open:
-        whether the planner may choose another number of stages.
+    plan: plans a model by a schedule, if the stages are estimates for one.
+    compared: schedules with their stages and cuts, that the planner compared.
     network: what messages go through, where plans say it.
     microbatches: how many a plan of the model has: with ragged="fewer" not those that
         were asked for.
@@ -37,7 +38,7 @@ class Costs(NamedTuple):
     edges: bool
     unit: str = ""
     plan: Callable[[Schedule], Plan] | None = None
-    open: bool = True
+    compared: tuple[Planned, ...] = ()
     network: Wires | None = None
     microbatches: int | None = None
 
