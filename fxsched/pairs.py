@@ -65,9 +65,13 @@ def with_facts(traced: Traced, **said: Any) -> Traced:
 
 
 def predicted(traced: Traced, request: Request) -> Predicted:
-    """The step by estimates of its stages."""
+    """The step by estimates of its stages; of the first candidate, if the schedule has
+    some, whose search comes when the trace is chosen."""
+    first, *_ = (*request.schedule.candidates, request.schedule)
     try:
-        known = facts(assign_stages(traced.graph, request))
+        known = facts(assign_stages(traced.graph, replace(request, schedule=first)))
+        if request.schedule.candidates:
+            traced.graph.meta[FACTS] = replace(known, schedule=None)
         assert known.schedule is not None, "stages are assigned"
         seconds = step_seconds(run_stages(known.schedule, known.stages))
         return Predicted(seconds, fullest(known.schedule, known.stages).bytes)

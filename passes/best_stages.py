@@ -110,7 +110,10 @@ def compare(
     parts, problem = Parts(blocks), cut_problem(blocks, request)
     whole = parts.groups(problem, None) if parts.whole else []
     planned, cuts, refused = list[Planned](), list[Cut](), list[PlanError]()
+    wanted = request.schedule.stages
     for candidate in request.schedule.candidates:
+        if wanted is not None and candidate.stages not in (None, wanted):
+            continue
         try:
             fitted = fit(replace(request, schedule=_asked(request, candidate)))
         except PlanError as error:

@@ -78,8 +78,9 @@ class Comparison:
         looking = "looking for orders of jobs, {:.0%}".format
         budget = Budget(jobs, lambda left: self.tell(looking(min(1 - left / jobs, 1))))
         climbers = []
+        graphs = {} if self.costs.compared else self.costs.graphs  # which have cuts
         places = placements(
-            candidates, self.costs.graphs, self.goal.workers, self.goal.microbatches
+            candidates, graphs, self.goal.workers, self.goal.microbatches
         )
         for name, schedule, stages in places:
             problem = self._problem(name, schedule, stages)
@@ -95,18 +96,16 @@ class Comparison:
                 self.enter(_one_at_a_time(name, schedule, stages))
 
     def plan(self) -> None:
-        """Plans the best for the model, if there is one: PLANNED of them, or more until
-        one is within the limit; puts these plans in the place of estimates."""
+        """Plans PLANNED of the best for the model, if there is one, auto's first; puts
+        these plans in the place of estimates."""
         make, estimated = self.costs.plan, self._sorted()
         if make is None:
             return
+        estimated.sort(key=lambda row: row.candidate.name != "auto")
+        self.longer = [row.candidate.name for row in estimated[PLANNED:]]
         self.rows = []
-        for number, row in enumerate(estimated, 1):
-            if len(self.rows) >= PLANNED and any(map(self.fits, self.rows)):
-                self.longer.append(row.candidate.name)
-                continue
-            last = min(len(estimated), max(PLANNED, number))
-            self.tell(f"planning {number} of {last} candidates")
+        for number, row in enumerate(estimated[:PLANNED], 1):
+            self.tell(f"planning {number} of {PLANNED} candidates")
             candidate = row.candidate
             try:
                 plan = _planned(make, candidate.made)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from math import inf
 from random import Random
@@ -95,21 +94,22 @@ def search(
     _check(objective, memory_limit, transfer, prefetch, kept, effort)
     _check_rest(seed, split_backward, args, kwargs)
     with Progress("search", quiet) as progress:
-        sought = _Subject(subject, tuple(args), dict(kwargs or {}), progress.at)
+        given = dict(kwargs or {})
+        if memory_limit is not None:
+            given["memory_limit"] = memory_limit
+        sought = _Subject(subject, tuple(args), given, progress.at)
         workers, microbatches = sought.size(workers, microbatches)
         jobs = _jobs_of_stage(workers, microbatches, split_backward)
-        wanted = counts(stages, workers, jobs)
+        wanted: Sequence[int | None] = counts(stages, workers, jobs)
         if stages is None and sought.is_model:
             wanted = [None]
         costs = sought.costs(workers, microbatches, wanted, split_backward)
         if transfer is None:
             transfer = costs.network if costs.edges else 0.0
         if costs.unit:  # a plan's stages say how long their weights take
-            given = sought.kwargs.get("prefetch", 1)
-            prefetch = given if prefetch is None else prefetch
+            ahead = sought.kwargs.get("prefetch", 1)
+            prefetch = ahead if prefetch is None else prefetch
         limit = inf if memory_limit is None else memory_limit
-        if costs.plan is not None and memory_limit is not None:
-            costs = costs._replace(plan=partial(sought.plan, memory_limit=limit))
         rules = (limit, transfer, objective, split_backward, prefetch, kept)
         goal = Goal(workers, costs.microbatches or microbatches, *rules)
         comparison = Comparison(costs, goal, progress.at)
@@ -239,7 +239,8 @@ class _Subject:
     ) -> Costs:
         """What the planner compares for schedules.auto, without W and with it."""
         refused: PlanError | None = None
-        graphs, rows, last = dict[int, nx.DiGraph[int]](), list[Planned](), None
+        graphs: dict[int, nx.DiGraph[int]] = {}
+        rows, last = list[Planned](), None
         for is_split, count in product((False, True)[: 1 + split], wanted):
             self.tell(f"comparing schedules {'with' if is_split else 'without'} W jobs")
             schedule = replace(auto(workers, microbatches, is_split), stages=count)
@@ -252,7 +253,9 @@ class _Subject:
                 continue
             graphs[len(last.stages)] = last.stages
             if last.compared is not None:
-                rows += [last.compared.best, *last.compared.candidates]
+                best = last.compared.best
+                best = best._replace(schedule=replace(best.schedule, name="auto"))
+                rows += [best, *last.compared.candidates]
         if last is None:
             assert refused is not None
             raise refused
@@ -267,5 +270,5 @@ class _Subject:
             microbatches=last.schedule.microbatches,
         )
 
-    def plan(self, schedule: Schedule, **limits: float) -> Plan:
-        return plan(self.subject, schedule, *self.args, **self.kwargs | limits)
+    def plan(self, schedule: Schedule) -> Plan:
+        return plan(self.subject, schedule, *self.args, **self.kwargs)
