@@ -39,6 +39,12 @@ def plan_within(make: Callable[[Request], Found], request: Request) -> Found:
         return make(request)
     plans = [make(replace(request, memory_limit=None))]
     if _held(plans[0]) > limit:
+        if (compared := plans[0].plan.compared) is not None:  # with their cuts
+            rows = tuple(
+                each.schedule for each in (compared.best, *compared.candidates)
+            )
+            schedule = replace(request.schedule, candidates=rows)
+            request = replace(request, schedule=schedule)
         plans += _limited(make, request, limit)
     within = [found for found in plans if _held(found) <= limit]
     if within:

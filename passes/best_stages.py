@@ -22,8 +22,9 @@ from .joint_stages import Fitted, Parts
 from .recompute_within import fit_within, unmark
 
 # A candidate brings these to the schedule that has it.
-BRINGS = ("w", "n", "in_flight", "fit", "split_backward", "in_order")
+BRINGS = ("w", "n", "in_flight", "fit", "split_backward", "in_order", "cut")
 ABOVE = 4  # candidates that are tried with blocks that B computes again
+AGAIN = 0.4  # effort of a search from candidates that one has found
 MORE = 1.1  # of what the first candidate holds, where no limit is given
 WORTH = 0.005  # of a step, that the search must save
 
@@ -40,6 +41,8 @@ def best_stages(blocks: list[Block], request: Request, fit: Fit) -> Fitted:
     fit: plans one candidate. Raises PlanError if no candidate can be planned.
     """
     compared, _ = compare(blocks, request, fit)
+    if compared.best.bytes > compared.limit:
+        raise _too_large(compared)
     schedule = replace(compared.best.schedule, name=request.schedule.name)
     fitted = pinned_stages(blocks, replace(request, schedule=schedule))
     return fitted._replace(compared=compared)
@@ -80,10 +83,7 @@ def best_within(blocks: list[Block], request: Request, fit: Fit) -> Fitted:
     """The same where B may compute blocks again to stay within the limit of memory."""
     nodes = [node for block in blocks for node in block]
     refused: list[PlanError] = []
-    try:
-        compared, _ = compare(blocks, request, fit)
-    except MemoryLimitError:
-        compared, _ = compare(blocks, replace(request, memory_limit=None), fit)
+    compared, _ = compare(blocks, request, fit)
     above = [each for each in compared.candidates if each not in compared.within]
     found: list[tuple[float, Request]] = []
     for each in (compared.best, *above[:ABOVE]):
@@ -106,7 +106,8 @@ def best_within(blocks: list[Block], request: Request, fit: Fit) -> Fitted:
 def compare(
     blocks: list[Block], request: Request, fit: Fit
 ) -> tuple[Compared, Layouts]:
-    """Plans the candidates, and searches from them. Raises as best_stages."""
+    """Plans the candidates, and searches from them; the best is the one that holds the
+    least, where all hold more than the limit. Raises as best_stages."""
     parts, problem = Parts(blocks), cut_problem(blocks, request)
     whole = parts.groups(problem, None) if parts.whole else []
     planned, cuts, refused = list[Planned](), list[Cut](), list[PlanError]()
@@ -125,7 +126,9 @@ def compare(
     if not planned:
         raise refused[0]
     limit = request.memory_limit or MORE * planned[0].bytes
-    layouts = Layouts(problem, request.schedule, parts.phases, whole, limit)
+    known = all(each.cut is not None for each in request.schedule.candidates)
+    effort = AGAIN if known else 1.0
+    layouts = Layouts(problem, request.schedule, parts.phases, whole, limit, effort)
     ranked = sorted(range(len(planned)), key=lambda i: planned[i].seconds)
     starts = [
         layouts.start(cuts[i], planned[i].schedule, planned[i].stages) for i in ranked
@@ -137,15 +140,19 @@ def compare(
         if best is None or own.seconds < best.seconds * (1 - WORTH):
             best = own
     if best is None:
-        least = min(planned, key=lambda each: each.bytes)
-        raise MemoryLimitError(
-            f"memory_limit={limit:.0f}: every plan that was tried holds more; the "
-            f"least holds {least.bytes:.0f} bytes, by {least.name}; raise the limit, "
-            "or use more workers or smaller microbatches",
-            least.bytes,
-        )
+        best = min(planned, key=lambda each: each.bytes)
     rows = tuple(planned[i] for i in ranked)
     return Compared(best, rows, layouts.tried, limit), layouts
+
+
+def _too_large(compared: Compared) -> MemoryLimitError:
+    least = compared.best
+    return MemoryLimitError(
+        f"memory_limit={compared.limit:.0f}: every plan that was tried holds more, the "
+        f"least {least.bytes:.0f} bytes, by {least.name}; raise the limit, or use more "
+        "workers or smaller microbatches",
+        least.bytes,
+    )
 
 
 def _asked(request: Request, candidate: Schedule) -> Schedule:
