@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from .schedules.saved import load_schedule as load_schedule
     from .simulator.simulate import Simulation as Simulation
     from .simulator.simulate import simulate as simulate
+    from .tuner.recommend import Recommendation as Recommendation
+    from .tuner.recommend import recommend as recommend
     from .tuner.search import search as search
 
 __version__ = "0.1.0"
@@ -119,6 +121,7 @@ MODULES = {
     "params.norms": ("gradient_norm", "gradient_norms", "parameter_norms"),
     "params.parameter_sums": ("parameter_sum",),
     "params.stream": ("stream_state_dict",),
+    "tuner.recommend": ("Recommendation", "recommend"),
     "tuner.search": ("search",),
 }
 HOMES = {name: module for module, names in MODULES.items() for name in names}

@@ -96,6 +96,7 @@ for command in (
     commands.compare,
     model_commands.search,
     model_commands.plan,
+    model_commands.recommend,
     network_command.network,
     stability_command.stability,
     blame_command.blame,

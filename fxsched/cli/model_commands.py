@@ -23,6 +23,7 @@ from .options import (
 from .plan_options import ModelCommand, PlanCommand, planned_options
 
 if TYPE_CHECKING:  # it needs torch, which is imported where it is used
+    from ..tuner.recommend import Recommendation
     from .user_file import Case
 
 OBJECTIVES = ("latency", "span")
@@ -117,9 +118,10 @@ def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
     simulate_options.show_pictures(planned.simulate(), options, planned.diagram)
 
 
-def _found(case: Case, workers: int, options: Mapping[str, Any]) -> Schedule:
-    """The schedule that a search finds for a model. Raises PlanError for options of
-    one schedule."""
+def _recommended(
+    case: Case, workers: int, options: Mapping[str, Any]
+) -> Recommendation:
+    """What is recommended for a model. Raises PlanError for options of one schedule."""
     sizes = ("workers", "microbatches")
     others = [name for name in passed_options(options) if name not in sizes]
     if others:
@@ -127,13 +129,31 @@ def _found(case: Case, workers: int, options: Mapping[str, Any]) -> Schedule:
             f"{flag(others[0])} is an option of a schedule; give --schedule too, or "
             "leave it out"
         )
-    click.echo("searching for a schedule, as --schedule gives none\n")
     given = planned_options(options)
-    size = {"workers": workers, "microbatches": options["microbatches"]}
-    size["memory_limit"] = given.pop("memory_limit", None)
-    found = case.searched(given, **size)
-    click.echo()
-    return found
+    return case.recommended(workers, options["microbatches"], given)
+
+
+@click.command(cls=PlanCommand)
+@click.argument("model", metavar="MODEL")
+@click.option("--workers", type=COUNT, default=WORKERS, help="how many workers")
+@click.option(
+    "--microbatches",
+    type=COUNT,
+    help="how many microbatches  [default: the best of one, two and four a worker]",
+)
+def recommend(model: str, **options: Any) -> None:
+    """Recommend a schedule for your model, and say what it gains.
+
+    MODEL is that of fxsched plan. Compares one process, ddp, and the schedule auto,
+    with several numbers of microbatches; prints what limits the step, and code to
+    paste. --memory-limit and --network say what your machines have.
+    """
+    from . import user_file
+
+    case = user_file.load(model)
+    given = planned_options(options)
+    sizes = options["workers"], options["microbatches"]
+    click.echo(case.recommended(*sizes, given))
 
 
 def _save(schedule: Schedule, options: Mapping[str, Any]) -> None:
@@ -169,7 +189,7 @@ def plan(model: str, schedule: str | Schedule | None, **options: Any) -> None:
     inputs), where inputs are a tuple, a dict of keyword arguments, or one tensor. It
     may also return (model, inputs, optimizer); the plan then has the optimizer's steps.
     The plan doesn't run, and one process plans for any number of workers. Without
-    --schedule, fxsched first searches for a schedule for the model, with --workers and
+    --schedule, it is the plan that fxsched recommend recommends, for --workers and
     --microbatches.
     """
     from . import user_file
@@ -183,8 +203,11 @@ def plan(model: str, schedule: str | Schedule | None, **options: Any) -> None:
         raise PlanError(f"--rank {rank}: give a worker, 0..{workers - 1}")
     case = user_file.load(model)
     if chosen is None:
-        chosen = _found(case, workers, options)
-    planned = case.planned(chosen, planned_options(options))
+        recommended = _recommended(case, workers, options)
+        click.echo(f"{recommended}\n")
+        planned = recommended.plan
+    else:
+        planned = case.planned(chosen, planned_options(options))
     if rank is None:
         click.echo(planned.explain())
     else:

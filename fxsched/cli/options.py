@@ -75,7 +75,7 @@ searched_schedule_option = click.option(
     "--schedule",
     type=schedule,
     metavar="NAME",
-    help=f"{SCHEDULE}  [default: the schedule that search finds]",
+    help=f"{SCHEDULE}  [default: what recommend recommends]",
 )
 
 

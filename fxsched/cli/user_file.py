@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,6 +17,9 @@ from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..plans.plan import Plan
 from .user_code import blamed, returned
+
+if TYPE_CHECKING:
+    from ..tuner.recommend import Recommendation
 
 SAY = (
     "return (model, inputs), or (model, inputs, optimizer), where inputs are a tuple, "
@@ -38,6 +41,17 @@ class Case(NamedTuple):
         kwargs = {**self.kwargs, **options, "optimizer": self.optimizer}
         with quiet_torch(), blamed(self.file, "the model raised"):
             return plan(self.model, schedule, *self.args, **kwargs)
+
+    def recommended(
+        self, workers: int, microbatches: int | None, options: Mapping[str, Any]
+    ) -> Recommendation:
+        """What is recommended for the model; see fxsched.recommend."""
+        from ..tuner.recommend import recommend
+
+        kwargs = {**self.kwargs, **options, "optimizer": self.optimizer}
+        kwargs["microbatches"] = microbatches
+        with quiet_torch(), blamed(self.file, "the model raised"):
+            return recommend(self.model, workers, *self.args, **kwargs)
 
     def searched(self, options: Mapping[str, Any], **sought: Any) -> Schedule:
         """The schedule that a search finds for the model. sought: see search."""

@@ -481,17 +481,18 @@ def test_search_for_a_model_ends_with_its_plan(
 
 
 @pytest.mark.slow
-def test_plan_without_a_schedule_searches_for_one(
+def test_plan_without_a_schedule_is_what_is_recommended(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cli.main(["plan", "model.py:make", "--workers", "2", "--microbatches", "2"])
+    size = ["model.py:make", "--workers", "2", "--microbatches", "2"]
+    cli.main(["recommend", *size])
+    recommended = capsys.readouterr().out
+    assert recommended.startswith("take ")
+    assert "one process" in recommended and "what limits the step" in recommended
+    cli.main(["plan", *size])
     text = capsys.readouterr().out
-    assert text.startswith("searching for a schedule, as --schedule gives none\n\n")
-    assert re.search(
-        r"^schedule +stages +step (ms|µs) +bubble +memory +note$", text, re.M
-    )
-    assert len(re.findall(r"^\S+ .*B  best$", text, re.M)) == 1
-    assert "what limits the step" in text
+    assert text.startswith(recommended)
+    assert "what limits the step" in text.removeprefix(recommended)
     line = refusal("plan model.py:make --group-size 2", capsys)
     assert "--group-size is an option of a schedule; give --schedule too" in line
 
