@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, log
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import networkx as nx
 
@@ -22,7 +22,6 @@ from ..accounts.paper import held_memory
 from ..clock.joint import fit_joint, flow_order
 from ..clock.stage_graph import run_stages
 from ..clock.timeline import Timeline
-from ..jobs.answers import Priority
 from ..jobs.job import Direction, Job, Placement
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
@@ -41,22 +40,34 @@ HEAT, HEAT_OF_UNIT = 0.02, 0.4
 CLOSE = 0.002  # to the shortest step that can be, from which no search goes on
 CHAINS = 3  # starts that are walked from
 LATE = 1 << 40  # more than any n of F and B
-CAPS = (0, 1, 2, None)  # microbatches in flight above the stages to the end
+CAPS = (-3, -2, -1, 0, 1, 2, None)  # of Place.more
+LEADS = (-2, -1, 0, 0, 1, 2)
+
+
+class Place(NamedTuple):
+    """Where and when a stage runs.
+
+    workers: where there are several, they take its microbatches in turns.
+    more: how many of its microbatches may be in flight, above the number of stages from
+        it to the end; None for no limit.
+    lead: by how many places its F come later in the order.
+    """
+
+    workers: tuple[int, ...]
+    more: int | None = 0
+    lead: int = 0
 
 
 class Layout(NamedTuple):
-    """cut: the stage of each unit. workers: of each stage; where there are several,
-    they take its microbatches in turns.
+    """cut: the stage of each unit. places: of each stage.
 
     longest: whether jobs with the longest way to the end of the step come first, or
-        those of the oldest microbatch. more: microbatches of a stage that may be in
-        flight, above the number of stages from it to the end; None for no limit.
+        those of the oldest microbatch.
     """
 
     cut: Cut
-    workers: tuple[tuple[int, ...], ...]
+    places: tuple[Place, ...]
     longest: bool = False
-    more: int | None = 0
 
 
 class Made(NamedTuple):
@@ -183,12 +194,14 @@ class Layouts:
             if own is None:
                 return None
             workers[s] = own
-        caps = {schedule.cap(s) for s in workers}
-        more = None if caps == {None} else 0
         new = {s: i for i, s in enumerate(workers)}
-        layout = Layout(
-            tuple(new[s] for s in coarse), tuple(workers.values()), True, more
+        depth = stage_depths(stages)
+        caps = {s: schedule.cap(s) for s in workers}
+        places = (
+            Place(own, None if (cap := caps[s]) is None else cap - depth[s])
+            for s, own in workers.items()
         )
+        layout = Layout(tuple(new[s] for s in coarse), tuple(places), True)
         return layout if self.order_of(layout) is not None else None
 
     def _workers(self, schedule: Schedule, stage: int) -> tuple[int, ...] | None:
@@ -215,7 +228,7 @@ class Layouts:
         if any(cut[a] == cut[b] for a, b in self.problem.apart):
             return None
         stages: nx.DiGraph[int] = nx.DiGraph()
-        stages.add_nodes_from(range(len(layout.workers)))
+        stages.add_nodes_from(range(len(layout.places)))
         graph = self.problem.graph
         stages.add_edges_from(
             (cut[a], cut[b]) for a, b in graph.edges if cut[a] != cut[b]
@@ -238,38 +251,39 @@ class Layouts:
         for u, kind in enumerate(self.kinds):
             if kind < 0:
                 stages.nodes[cut[u]]["joint"] = True
-        workers = [layout.workers[s] for s in order]
-        schedule = fit_joint(self._schedule(layout, workers, stages), stages)
-        return Made(schedule, stages, cut, workers)
+        places = [layout.places[s] for s in order]
+        schedule = fit_joint(self._schedule(layout, places, stages), stages)
+        return Made(schedule, stages, cut, [place.workers for place in places])
 
     def _schedule(
-        self,
-        layout: Layout,
-        workers: Sequence[Sequence[int]],
-        stages: nx.DiGraph[int],
+        self, layout: Layout, places: Sequence[Place], stages: nx.DiGraph[int]
     ) -> Schedule:
         microbatches, depth = self.asked.microbatches, stage_depths(stages)
-        places = [[Placement(k, k) for k in own] for own in workers]
-        n: Priority = oldest_microbatch_first(len(stages))
+        runs = [[Placement(k, k) for k in place.workers] for place in places]
+        first, apart = oldest_microbatch_first(len(stages)), 2 * len(stages)
         if layout.longest:
-            n = longest_way_first(stages, microbatches)
-        first, more = n, layout.more
-        if self.asked.split_backward:
-            n = lambda s, b, d: (  # noqa: E731
-                LATE + b if d is Direction.WEIGHT else first(s, b, d)
-            )
-        caps = None if more is None else OwnCaps(lambda s: depth[s] + more)
+            first, apart = longest_way_first(stages, microbatches), microbatches
+        leads = [apart * place.lead for place in places]
 
         def w(s: int, b: int, d: Direction) -> Placement:
-            own = places[s]
+            own = runs[s]
             return own[b % len(own)]
+
+        def n(s: int, b: int, d: Direction) -> int:
+            if d is Direction.WEIGHT:
+                return LATE + b
+            return first(s, b, d) + leads[s] * (d is Direction.FORWARD)
+
+        def cap(s: int) -> int | None:
+            more = places[s].more
+            return None if more is None else max(1, depth[s] + more)
 
         return replace(
             self.asked,
             stages=len(stages),
             w=w,
             n=n,
-            in_flight=caps,
+            in_flight=OwnCaps(cap),
             fit=None,
             candidates=(),
         )
@@ -300,7 +314,7 @@ class Layouts:
         """Seconds of all jobs of the worker that has most to do."""
         load, units = [0.0] * self.asked.workers, self.problem.units
         for unit, stage, often in zip(units, layout.cut, self._times, strict=True):
-            own = layout.workers[stage]
+            own = layout.places[stage].workers
             for worker in own:
                 load[worker] += unit.seconds * often / len(own)
         return max(load)
@@ -365,7 +379,7 @@ class Layouts:
             *(self._swapped,) * 2,
             *(self._parted,) * 2,
             *(self._merged,) * 2,
-            self._ordered,
+            *(self._ordered,) * 3,
             self._copied,
         )
         return random.choice(moves)(layout, random)
@@ -393,31 +407,29 @@ class Layouts:
 
     def _placed(self, layout: Layout, random: Random) -> Layout:
         """A stage goes to another worker."""
-        workers = list(layout.workers)
-        s = random.randrange(len(workers))
-        workers[s] = (random.randrange(self.asked.workers),)
-        return layout._replace(workers=tuple(workers))
+        s = random.randrange(len(layout.places))
+        return _with(layout, s, workers=(random.randrange(self.asked.workers),))
 
     def _swapped(self, layout: Layout, random: Random) -> Layout | None:
         """Two stages change workers."""
-        workers = list(layout.workers)
-        if len(workers) < 2:
+        if len(layout.places) < 2:
             return None
-        s, t = random.sample(range(len(workers)), 2)
-        workers[s], workers[t] = workers[t], workers[s]
-        return layout._replace(workers=tuple(workers))
+        s, t = random.sample(range(len(layout.places)), 2)
+        mine, its = layout.places[s].workers, layout.places[t].workers
+        return _with(_with(layout, s, workers=its), t, workers=mine)
 
     def _parted(self, layout: Layout, random: Random) -> Layout | None:
         """A stage is cut in two; the later part goes to any worker."""
-        s = random.randrange(len(layout.workers))
+        s = random.randrange(len(layout.places))
         inside = [u for u in self.order if layout.cut[u] == s]
         if len(inside) < 2:
             return None
         later = set(inside[random.randrange(1, len(inside)) :])
-        new = len(layout.workers)
+        new = len(layout.places)
         cut = tuple(new if u in later else t for u, t in enumerate(layout.cut))
-        workers = (*layout.workers, (random.randrange(self.asked.workers),))
-        return layout._replace(cut=cut, workers=workers)
+        workers = (random.randrange(self.asked.workers),)
+        place = layout.places[s]._replace(workers=workers)
+        return layout._replace(cut=cut, places=(*layout.places, place))
 
     def _merged(self, layout: Layout, random: Random) -> Layout | None:
         """A stage joins a neighbour."""
@@ -432,15 +444,22 @@ class Layouts:
         return _without_empty(layout._replace(cut=cut))
 
     def _ordered(self, layout: Layout, random: Random) -> Layout:
-        """Jobs run in another order."""
-        if random.random() < 0.5:
+        """Jobs run in another order, or a stage has another limit in flight."""
+        draw, s = random.random(), random.randrange(len(layout.places))
+        if draw < 0.15:
             return layout._replace(longest=not layout.longest)
-        return layout._replace(more=random.choice(CAPS))
+        if draw < 0.3:
+            more = random.choice(CAPS)
+            places = (place._replace(more=more) for place in layout.places)
+            return layout._replace(places=tuple(places))
+        if draw < 0.65:
+            return _with(layout, s, more=random.choice(CAPS))
+        return _with(layout, s, lead=random.choice(LEADS))
 
     def _copied(self, layout: Layout, random: Random) -> Layout | None:
         """One more worker, or one fewer, takes microbatches of a stage."""
-        s = random.randrange(len(layout.workers))
-        own = layout.workers[s]
+        s = random.randrange(len(layout.places))
+        own = layout.places[s].workers
         others = [w for w in range(self.asked.workers) if w not in own]
         whole = any(
             self.kinds[u] < 0 for u, stage in enumerate(layout.cut) if stage == s
@@ -451,9 +470,7 @@ class Layouts:
             own = (*own, random.choice(others))
         else:
             return None
-        workers = list(layout.workers)
-        workers[s] = own
-        return layout._replace(workers=tuple(workers))
+        return _with(layout, s, workers=own)
 
 
 def _cost(walk: _Walk) -> tuple[bool, float]:
@@ -461,11 +478,18 @@ def _cost(walk: _Walk) -> tuple[bool, float]:
     return walk.cost > walk.seconds, walk.cost
 
 
+def _with(layout: Layout, stage: int, **changes: Any) -> Layout:
+    """The layout with another place of a stage."""
+    places = list(layout.places)
+    places[stage] = places[stage]._replace(**changes)
+    return layout._replace(places=tuple(places))
+
+
 def _without_empty(layout: Layout) -> Layout:
     """The layout without stages that have no units."""
     left = sorted(set(layout.cut))
-    if len(left) == len(layout.workers):
+    if len(left) == len(layout.places):
         return layout
     new = {s: i for i, s in enumerate(left)}
     cut = tuple(new[s] for s in layout.cut)
-    return layout._replace(cut=cut, workers=tuple(layout.workers[s] for s in left))
+    return layout._replace(cut=cut, places=tuple(layout.places[s] for s in left))

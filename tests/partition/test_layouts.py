@@ -11,7 +11,7 @@ import pytest
 from fxsched import PlanError, Schedule, schedules, simulate
 from fxsched.clock.stage_graph import run_stages, step_seconds
 from fxsched.partition.cut_cost import Hyperedge, Problem, Unit
-from fxsched.partition.layouts import Layout, Layouts
+from fxsched.partition.layouts import Layout, Layouts, Place
 from fxsched.partition.planner import most_held
 
 from ..annealing import State, anneal, order, step
@@ -45,7 +45,7 @@ def chain(found: Layouts) -> Layout:
     workers, order = found.asked.workers, found.order
     place = {u: i * workers // len(order) for i, u in enumerate(order)}
     cut = tuple(place[u] for u in range(len(order)))
-    return Layout(cut, tuple((w,) for w in range(workers)))
+    return Layout(cut, tuple(Place((w,)) for w in range(workers)))
 
 
 @pytest.mark.parametrize("split", [False, True])
