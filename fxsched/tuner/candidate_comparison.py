@@ -145,6 +145,11 @@ class Comparison:
         self.left_out = list(out)
         return candidates
 
+    @property
+    def _transfer(self) -> Transfer:
+        """What messages take; None for the estimates that edges have."""
+        return None if self.costs.compared else self.goal.transfer
+
     def _problem(
         self, name: str, schedule: Schedule, stages: nx.DiGraph[int]
     ) -> OrderingProblem | None:
@@ -159,7 +164,7 @@ class Comparison:
             cut=schedule.cut,
         )
         return make_problem(
-            bare, stages, self.goal.transfer, self.goal.kept, self.goal.limit
+            bare, stages, self._transfer, self.goal.kept, self.goal.limit
         )
 
     def enter(self, candidate: Candidate) -> None:
@@ -167,7 +172,7 @@ class Comparison:
         schedule, stages = candidate.schedule, candidate.stages
         try:
             simulation = simulate(
-                schedule, stages, None, self.goal.transfer, self.goal.prefetch
+                schedule, stages, None, self._transfer, self.goal.prefetch
             )
         except PlanError:
             return  # such as a cap that stops it here
