@@ -209,7 +209,8 @@ def order_phases(jobs: Jobs) -> Jobs:
     comes after all that it waits for. Inside a phase global-batch jobs come first, the
     others by n; so if n is an order of the jobs without global-batch ones, this is one
     of those with them. Where it is none, as that of a schedule which is made for fewer
-    stages, a job comes after those that it waits for.
+    stages, a job gets the n of the last that it waits for, after which it comes by its
+    number: a greater n would put it behind others that wait for it, as F under a cap.
     """
     phases: list[int] = []
     for kind, before in enumerate(jobs.preds):
@@ -220,7 +221,7 @@ def order_phases(jobs: Jobs) -> Jobs:
     for i, kind in enumerate(jobs.kind):
         same = [p for p in jobs.preds[kind] if phases[p] == phases[kind]]
         made = (jobs.find(p, jobs.rows[i]) for p in same if p not in jobs.joint)
-        n[i] = max([n[i], *(n[number] + 1 for number in made)])
+        n[i] = max([n[i], *(n[number] for number in made)])
     least, span = min(n), max(n) - min(n) + 2
     n = [
         phases[kind] * span + (least - 1 if kind in jobs.joint else rank)

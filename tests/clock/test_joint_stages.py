@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import json
 import pickle
 import random
@@ -25,6 +26,7 @@ from fxsched.clock.event_loop import run_jobs
 from fxsched.clock.joint import fit_joint, joint_text
 from fxsched.clock.stage_graph import stage_jobs
 from fxsched.jobs.job import ALL_ROWS
+from fxsched.partition.joint_stages import with_joint
 from fxsched.schedules import LIBRARY, STALE
 from fxsched.simulator.simulate import Simulation
 from fxsched.tuner.evaluate_order import ranks, replay
@@ -214,6 +216,24 @@ def test_schedules_of_the_library_run_unchanged_on_joint_stages() -> None:
             joined = graph(stages.edges, joint)
             result = fxsched.simulate(schedule, joined, None)
             check(result, joined)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "microbatches"),
+    [("zb_h1", 3, 4), ("zb_h1", 3, 6), ("zb_h1", 4, 8), ("zb_h2", 3, 6)]
+    + [("zb_h2", 4, 8), ("v_min", 3, 6), ("v_min", 4, 8)],
+)
+def test_strict_orders_keep_their_caps_beside_a_joint_stage_without_backward(
+    name: str, workers: int, microbatches: int
+) -> None:
+    """As that of a buffer which is written from the whole batch: no B waits for it."""
+    schedule = LIBRARY[name](workers=workers, microbatches=microbatches)
+    count = schedule.stages or 0
+    for read in range(count):
+        edges = [*itertools.pairwise(range(count)), (read, count)]
+        stages = graph(edges, {count}, {count})
+        known = with_joint(schedule, {count: read}, range(count))
+        check(fxsched.simulate(known, stages, None), stages)
 
 
 def one_f_one_b(workers: int, microbatches: int) -> Schedule:
