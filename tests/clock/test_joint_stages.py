@@ -220,8 +220,10 @@ def test_schedules_of_the_library_run_unchanged_on_joint_stages() -> None:
 
 @pytest.mark.parametrize(
     ("name", "workers", "microbatches"),
-    [("zb_h1", 3, 4), ("zb_h1", 3, 6), ("zb_h1", 4, 8), ("zb_h2", 3, 6)]
-    + [("zb_h2", 4, 8), ("v_min", 3, 6), ("v_min", 4, 8)],
+    [
+        *(("zb_h1", 3, 4), ("zb_h1", 3, 6), ("zb_h1", 4, 8), ("zb_h2", 3, 6)),
+        *(("zb_h2", 4, 8), ("v_min", 3, 6), ("v_min", 4, 8)),
+    ],
 )
 def test_strict_orders_keep_their_caps_beside_a_joint_stage_without_backward(
     name: str, workers: int, microbatches: int
