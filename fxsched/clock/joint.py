@@ -14,7 +14,7 @@ import networkx as nx
 
 from ..jobs.answers import Place, Priority
 from ..jobs.job import Direction, Placement, PlanError
-from ..jobs.own_caps import OwnCaps
+from ..jobs.own_caps import CapsOfKnown, OwnCaps
 from ..jobs.schedule import Schedule
 from .activations import holding
 from .jobs import Jobs
@@ -93,15 +93,21 @@ def _check_caps(schedule: Schedule, late: dict[int, int]) -> None:
             needs[s] = least
     if not needs:
         return
-    first = min(needs)
-    works = f"the smallest that works is {max(needs.values())}"
-    if callable(schedule.in_flight):
-        each = ", ".join(f"{least} for stage {s}" for s, least in needs.items())
+    first, caps = min(needs), schedule.in_flight
+    works, part = f"the smallest that works is {max(needs.values())}", ""
+    if callable(caps):
+        known = caps.known if isinstance(caps, CapsOfKnown) else {}
+        own: dict[int, int] = {}
+        for s, least in needs.items():
+            own[known.get(s, s)] = max(own.get(known.get(s, s), 0), least)
+        each = ", ".join(f"{least} for stage {s}" for s, least in own.items())
         works = f"the smallest that works is {each}"
+        if known.get(first, first) != first:
+            part = f" (of stage {known[first]} of the schedule)"
     raise PlanError(
         f"in_flight={schedule.cap(first)} stops the schedule: stage {late[first]} runs "
-        f"once, on all rows ({late[first]}F*), so B of stage {first} waits for F of "
-        f"all {schedule.microbatches} microbatches; {works}"
+        f"once, on all rows ({late[first]}F*), so B of stage {first}{part} waits for F "
+        f"of all {schedule.microbatches} microbatches; {works}"
     )
 
 

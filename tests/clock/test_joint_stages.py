@@ -301,6 +301,21 @@ def test_a_function_of_the_users_is_told_what_each_stage_needs() -> None:
         fxsched.simulate(schedule, 3, joint=[2])
 
 
+def test_a_function_is_told_what_its_own_stages_need() -> None:
+    """Not the plan's, of which there are more."""
+    schedule = Schedule(
+        2, 4, 2, w=lambda s, b, d: (s, s), in_flight=lambda s: (4, 3)[s]
+    )
+    message = (
+        r"in_flight=3 stops the schedule: stage 3 runs once, on all rows \(3F\*\), so "
+        r"B of stage 2 \(of stage 1 of the schedule\) waits for F of all 4 "
+        r"microbatches; the smallest that works is 4 for stage 1$"
+    )
+    stages = graph([(0, 1), (1, 2), (2, 3)], {3})
+    with pytest.raises(PlanError, match=message):
+        fit_joint(with_joint(schedule, {3: 2}, [0, 0, 1]), stages)
+
+
 def test_updates_of_parts_of_the_batch_are_refused() -> None:
     schedule = fxsched.schedules.gpipe(workers=2, microbatches=4)
     message = (
