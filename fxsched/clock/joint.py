@@ -96,14 +96,16 @@ def _check_caps(schedule: Schedule, late: dict[int, int]) -> None:
     first, caps = min(needs), schedule.in_flight
     works, part = f"the smallest that works is {max(needs.values())}", ""
     if callable(caps):
-        known = caps.known if isinstance(caps, CapsOfKnown) else {}
-        own: dict[int, int] = {}
+        of = {s: s for s in needs}
+        if isinstance(caps, CapsOfKnown):
+            of = {s: caps.known.get(s, s) for s in needs}
+        own = dict.fromkeys(of.values(), 0)
         for s, least in needs.items():
-            own[known.get(s, s)] = max(own.get(known.get(s, s), 0), least)
+            own[of[s]] = max(own[of[s]], least)
         each = ", ".join(f"{least} for stage {s}" for s, least in own.items())
         works = f"the smallest that works is {each}"
-        if known.get(first, first) != first:
-            part = f" (of stage {known[first]} of the schedule)"
+        if of[first] != first:
+            part = f" (of stage {of[first]} of the schedule)"
     raise PlanError(
         f"in_flight={schedule.cap(first)} stops the schedule: stage {late[first]} runs "
         f"once, on all rows ({late[first]}F*), so B of stage {first}{part} waits for F "
