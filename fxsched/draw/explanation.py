@@ -90,12 +90,14 @@ def explain_text(
 def _stage_table(jobs: Jobs, whole: nx.DiGraph[int]) -> str:
     """A row for each stage of the model, of all its shards together."""
     rows, sent = [], sending(jobs)
+    times = (whole.nodes[s][d] for s in whole for d in ("forward", "backward"))
+    longest = max(times, default=0.0)
     for s, shares in zip(sorted(whole), stage_shares(jobs, whole), strict=True):
         data = whole.nodes[s]
         rows.append(
             (
                 *shares,
-                f"{data['forward'] * 1e3:.3g} + {data['backward'] * 1e3:.3g}",
+                " + ".join(_ms(data[d], longest) for d in ("forward", "backward")),
                 byte_text(data["weights"]),
                 byte_text(data["held"]),
                 *shard_cells(whole, s),
@@ -105,6 +107,11 @@ def _stage_table(jobs: Jobs, whole: nx.DiGraph[int]) -> str:
     shards = "|shards" if has_shards(whole) else ""
     headers = f"stage|modules|workers|work|F + B ms|weights|held{shards}|sends"
     return table(headers, rows, width=columns(WIDE), wrap=True)
+
+
+def _ms(seconds: float, longest: float) -> str:
+    """In ms; 0 where it doesn't show beside the longest."""
+    return f"{seconds * 1e3:.3g}" if 1e3 * seconds >= longest else "0"
 
 
 def stage_shares(

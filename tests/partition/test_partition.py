@@ -510,6 +510,8 @@ def test_explain_blames_a_global_batch_stage_that_others_wait_for(read: bool) ->
     limit = " ".join(text[text.index("what limits the step") :].split())
     assert "waiting for other stages" in limit or "unequal workers" in limit
     assert ("rows of the whole batch meet in" in limit) == read
+    times = re.findall(r" (\d\S*) \+ (\d\S*) ", text)
+    assert times and not any("e-" in each for pair in times for each in pair)
 
 
 def test_explain_says_what_limits_the_step() -> None:
