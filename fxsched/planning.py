@@ -378,6 +378,7 @@ def _stage_optimizers(
         moments = call_plan.request.moments
         return ReplicaOptimizers(optimizer, plan.groups, corrections, moments, here)
     stale = schedule.version is not None or schedule.drift is not None
+    stale |= any(group.unawaited and group.owners[1:] for group in plan.groups)
     shared = len(here) > 1 and stale and not plan.by_arrival
     parts = CallParts(optimizer, plan.parts, own)
     return StageOptimizers(optimizer, plan.groups, shared, corrections, parts)

@@ -186,11 +186,14 @@ def _written(gm: fx.GraphModule, nodes: list[fx.Node]) -> list[Block]:
             writers = [n for n in found[place] if _writes(n, place)]
             line = user_line(writers[-1].meta["stack_trace"])
             role = of_node(source)["role"]
-            kind = "parameter" if role is Role.PARAMETER else "input"
+            name, kind = of_node(source)["name"], "parameter"
+            remedy = "write into a copy"
+            if role is not Role.PARAMETER:
+                kind = "input"
+                remedy += f", or pass {name}.clone() to the model in a module around it"
             raise PlanError(
-                f"the model writes into its {kind} {of_node(source)['name']}, at\n  "
-                f"{line}\n"
-                "microbatches would not see each other's writes; write into a copy"
+                f"the model writes into its {kind} {name}, at\n  {line}\n"
+                f"microbatches would not see each other's writes; {remedy}"
             )
     return list(found.values())
 

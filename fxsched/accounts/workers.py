@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import networkx as nx
 import numpy as np
 
-from ..clock.activations import peaks
+from ..clock.activations import Parked, peaks
 from ..clock.jobs import Jobs
 from ..clock.timeline import Timeline
+from ..ir import ops
 from ..ir.graphs import Role
 from ..ir.step import Message, Step
-from ..jobs.job import Piece
+from ..jobs.job import Direction, Job, Piece
 from ..jobs.schedule import Schedule
 from .traffic import traffic
 
@@ -23,7 +24,8 @@ class Worker:
 
     busy: the time in which the worker ran jobs.
     peak_activations: the most microbatches of stages between F and B (W, if the
-        backward is split). They count from the start of F, for the worker that runs B.
+        backward is split). They count from the start of F, for the worker that runs B;
+        while they wait elsewhere, for the worker that they wait on, if it is one.
     peak_bytes: the most bytes of activations, if the stages have `held`.
     weights_held: the number of stages whose weights the worker keeps.
     weight_fetches: how often the worker fetched a stage's weights. As in a real run, it
@@ -65,11 +67,12 @@ def worker_records(
     times = np.asarray(timeline.end) - np.asarray(timeline.start)
     busy = np.bincount(compute[order], times, count).tolist()
     first = _first_pieces(jobs)
-    ones = peaks(timeline, schedule.release, [float(s in first) for s, _ in jobs.kinds])
+    counts, parked = [float(s in first) for s, _ in jobs.kinds], _parked(step, timeline)
+    ones = peaks(timeline, schedule.release, counts, parked=parked)
     sizes: list[float] | list[None] = [None] * count
     if all("held" in data for _, data in stages.nodes(data=True)):
         saved = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
-        sizes = peaks(timeline, schedule.release, saved)
+        sizes = peaks(timeline, schedule.release, saved, parked=parked)
     sized = all("weights" in data for _, data in stages.nodes(data=True))
     updates = np.bincount(compute[jobs.regular :], None, count).tolist()
     held, away, moved = _held(step, first), _away(step), traffic(step)
@@ -90,6 +93,29 @@ def worker_records(
         )
         for w in range(count)
     )
+
+
+def _parked(step: Step, timeline: Timeline) -> list[Parked]:
+    """The activations that wait elsewhere: from the end of F, until the job starts
+    before which they come back."""
+    jobs, found = timeline.jobs, dict[int, Parked]()
+    if not jobs.saved:
+        return []
+    starts = dict(zip(timeline.order, timeline.start, strict=True))
+    ends = dict(zip(timeline.order, timeline.end, strict=True))
+    coming: dict[int, list[int]] = {}  # F, by the worker to which they come back
+    for op in step.ops:
+        if op.target is ops.reload:
+            job = Job.parse(op.task.removeprefix("reload "))
+            made = jobs.number(job._replace(direction=Direction.FORWARD))
+            coming.setdefault(jobs.worker[jobs.number(job)], []).append(made)
+        elif op.job is not None and (back := coming.pop(op.worker, None)):
+            start = starts[jobs.number(op.job, op.worker)]
+            for f in back:
+                where = jobs.saved[f]
+                worker = where if isinstance(where, int) else None
+                found.setdefault(f, Parked(f, worker, ends[f], start))
+    return [*found.values()]
 
 
 def _first_pieces(jobs: Jobs) -> set[int]:

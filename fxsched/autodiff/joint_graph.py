@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ..ir import ops
-from ..ir.graphs import Spec, base, draws, result
+from ..ir.graphs import Spec, base, draws, is_view, result
 from ..ir.meta import of_node
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
@@ -140,7 +140,8 @@ def _recomputed(joint: Joint) -> dict[fx.Node, None]:
 
 
 def drop_copies(graph: fx.Graph) -> None:
-    """Without copies of what nothing else reads, such as dropout's with p=0.
+    """Without copies of what nothing else reads, such as dropout's with p=0. A result
+    stays a copy of weights, which an update changes.
 
     before: y = mm(a, b); z = clone(y); return z + x
     after:  y = mm(a, b); return y + x
@@ -154,6 +155,15 @@ def drop_copies(graph: fx.Graph) -> None:
             and len(source.users) == 1
             and Spec.of(of_node(source)["val"]) == Spec.of(of_node(node)["val"])
             and all(user.op != "output" for user in node.users)
+            and not (base(source).op == "placeholder" and _is_result(node))
         ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a graph returns a value, or a view of it."""
+    return any(
+        user.op == "output" or (is_view(user.target) and _is_result(user))
+        for user in node.users
+    )

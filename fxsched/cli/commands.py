@@ -150,7 +150,7 @@ def compare(
     default="cpu",
     metavar="TYPE",
     help="device of the model: cpu, or the type of this machine's accelerators, such "
-    "as cuda; each rank takes the one of its LOCAL_RANK  [default: cpu]",
+    "as cuda; each rank takes the one of its LOCAL_RANK",
 )
 @click.option(
     "--tables", is_flag=True, help="print the plan and the program of worker 0 too"

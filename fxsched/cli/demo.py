@@ -161,7 +161,7 @@ def run_training(task: Task) -> None:
     with Progress("training") as progress:
         while task.done < task.calls:
             loss = task.train(task.batches.draw())
-            progress.at(f"loss {loss:.4f}, step", task.done, task.calls)
+            progress.at(f"loss {loss:.4f}, step {task.done} of {task.calls}")
             if task.done in (1, task.calls) or task.done % every == 0:
                 step = f"step {task.done * task.updates}"
                 losses.append(f"{loss:.6f} at {step if not losses else step[5:]}")

@@ -103,6 +103,9 @@ def _nearby(path: Path) -> str:
     if not path.parent.is_dir():
         return f": there is no folder {str(path.parent)!r}"
     files = sorted(p.name for p in path.parent.glob("*.py"))
+    stems = [name.removesuffix(".py") for name in files]
+    if near := difflib.get_close_matches(path.stem, stems, 1):
+        return f"; did you mean {near[0]}.py?"
     return f"; its folder has {', '.join(files[:8])}" if files else ""
 
 

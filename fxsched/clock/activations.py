@@ -29,6 +29,18 @@ class Lifetime(NamedTuple):
     release: int
 
 
+class Parked(NamedTuple):
+    """Activations that wait elsewhere, between two times: those of a job F, by number.
+
+    worker: who holds them then; None for the host or a file.
+    """
+
+    job: int
+    worker: int | None
+    start: float
+    end: float
+
+
 class Allocations(NamedTuple):
     """What jobs do to the room for activations of the worker that holds them."""
 
@@ -117,7 +129,11 @@ def allocations(
 
 
 def peaks(
-    timeline: Timeline, release: Direction, sizes: Sequence[float], kept: float = 1.0
+    timeline: Timeline,
+    release: Direction,
+    sizes: Sequence[float],
+    kept: float = 1.0,
+    parked: Sequence[Parked] = (),
 ) -> list[float]:
     """The most that each worker holds at one time; see allocations. Of what happens at
     one time, what is given back goes before what is taken."""
@@ -128,9 +144,20 @@ def peaks(
     counted = change != 0
     order, change = order[counted], change[counted]
     start, end = start[counted], end[counted]
-    holder = jobs.columns.worker[holders(jobs, release)[order]]
-    taken = change > 0
-    by_time = np.lexsort((taken, np.where(taken, start, end), holder))
+    own = jobs.columns.worker[holders(jobs, release)]
+    holder, taken = own[order], change > 0
+    time = np.where(taken, start, end)
+    moves: list[tuple[int, float, float]] = []
+    for job, worker, away, back in parked:
+        size = sizes[jobs.kind[job]]
+        moves += (own[job], away, -size), (own[job], back, size)
+        if worker is not None:
+            moves += (worker, away, size), (worker, back, -size)
+    if moves:
+        who, when, what = zip(*moves, strict=True)
+        holder, change = np.append(holder, who), np.append(change, what)
+        time, taken = np.append(time, when), change > 0
+    by_time = np.lexsort((taken, time, holder))
     holder, held = holder[by_time], np.cumsum(change[by_time])
     first = np.flatnonzero(np.diff(holder, prepend=-1))
     before = np.concatenate(([0.0], held))[first]  # of the workers before, if any stay

@@ -14,7 +14,7 @@ import networkx as nx
 
 from ..jobs.answers import Place, Priority
 from ..jobs.job import Direction, Placement, PlanError
-from ..jobs.own_caps import OwnCaps
+from ..jobs.own_caps import CapsOfKnown, OwnCaps
 from ..jobs.schedule import Schedule
 from .activations import holding
 from .jobs import Jobs
@@ -93,15 +93,23 @@ def _check_caps(schedule: Schedule, late: dict[int, int]) -> None:
             needs[s] = least
     if not needs:
         return
-    first = min(needs)
-    works = f"the smallest that works is {max(needs.values())}"
-    if callable(schedule.in_flight):
-        each = ", ".join(f"{least} for stage {s}" for s, least in needs.items())
+    first, caps = min(needs), schedule.in_flight
+    works, part = f"the smallest that works is {max(needs.values())}", ""
+    if callable(caps):
+        of = {s: s for s in needs}
+        if isinstance(caps, CapsOfKnown):
+            of = {s: caps.known.get(s, s) for s in needs}
+        own = dict.fromkeys(of.values(), 0)
+        for s, least in needs.items():
+            own[of[s]] = max(own[of[s]], least)
+        each = ", ".join(f"{least} for stage {s}" for s, least in own.items())
         works = f"the smallest that works is {each}"
+        if of[first] != first:
+            part = f" (of stage {of[first]} of the schedule)"
     raise PlanError(
         f"in_flight={schedule.cap(first)} stops the schedule: stage {late[first]} runs "
-        f"once, on all rows ({late[first]}F*), so B of stage {first} waits for F of "
-        f"all {schedule.microbatches} microbatches; {works}"
+        f"once, on all rows ({late[first]}F*), so B of stage {first}{part} waits for F "
+        f"of all {schedule.microbatches} microbatches; {works}"
     )
 
 
@@ -209,7 +217,8 @@ def order_phases(jobs: Jobs) -> Jobs:
     comes after all that it waits for. Inside a phase global-batch jobs come first, the
     others by n; so if n is an order of the jobs without global-batch ones, this is one
     of those with them. Where it is none, as that of a schedule which is made for fewer
-    stages, a job comes after those that it waits for.
+    stages, a job gets the n of the last that it waits for, after which it comes by its
+    number: a greater n would put it behind others that wait for it, as F under a cap.
     """
     phases: list[int] = []
     for kind, before in enumerate(jobs.preds):
@@ -220,7 +229,7 @@ def order_phases(jobs: Jobs) -> Jobs:
     for i, kind in enumerate(jobs.kind):
         same = [p for p in jobs.preds[kind] if phases[p] == phases[kind]]
         made = (jobs.find(p, jobs.rows[i]) for p in same if p not in jobs.joint)
-        n[i] = max([n[i], *(n[number] + 1 for number in made)])
+        n[i] = max([n[i], *(n[number] for number in made)])
     least, span = min(n), max(n) - min(n) + 2
     n = [
         phases[kind] * span + (least - 1 if kind in jobs.joint else rank)

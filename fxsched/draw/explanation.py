@@ -9,6 +9,7 @@ import networkx as nx
 from ..accounts.times import Times
 from ..clock.arrivals import ahead_text
 from ..clock.jobs import Jobs
+from ..clock.joint import joint_stages, waiting_stages
 from ..clock.links import LinkUse
 from ..clock.stage_graph import run_stages, step_seconds
 from ..clock.timeline import Timeline
@@ -89,12 +90,14 @@ def explain_text(
 def _stage_table(jobs: Jobs, whole: nx.DiGraph[int]) -> str:
     """A row for each stage of the model, of all its shards together."""
     rows, sent = [], sending(jobs)
+    times = (whole.nodes[s][d] for s in whole for d in ("forward", "backward"))
+    longest = max(times, default=0.0)
     for s, shares in zip(sorted(whole), stage_shares(jobs, whole), strict=True):
         data = whole.nodes[s]
         rows.append(
             (
                 *shares,
-                f"{data['forward'] * 1e3:.3g} + {data['backward'] * 1e3:.3g}",
+                " + ".join(_ms(data[d], longest) for d in ("forward", "backward")),
                 byte_text(data["weights"]),
                 byte_text(data["held"]),
                 *shard_cells(whole, s),
@@ -104,6 +107,11 @@ def _stage_table(jobs: Jobs, whole: nx.DiGraph[int]) -> str:
     shards = "|shards" if has_shards(whole) else ""
     headers = f"stage|modules|workers|work|F + B ms|weights|held{shards}|sends"
     return table(headers, rows, width=columns(WIDE), wrap=True)
+
+
+def _ms(seconds: float, longest: float) -> str:
+    """In ms; 0 where it doesn't show beside the longest."""
+    return f"{seconds * 1e3:.3g}" if 1e3 * seconds >= longest else "0"
 
 
 def stage_shares(
@@ -183,9 +191,10 @@ def _limits(
     if step > paths:
         lost["messages of weights and gradients"] = step - paths
     worst, time = max(lost, key=lost.__getitem__), clock(step, "s").text(step)
+    those = _meeting(stages, schedule.in_order)
     advice = {
-        "unequal workers": _unequal(stages, planned, busy.index(most)),
-        "waiting for other stages": _waiting(stages),
+        "unequal workers": _unequal(stages, planned, busy.index(most), those),
+        "waiting for other stages": _waiting(those),
         "messages of activations": "workers wait for these to arrive: cut the model "
         "where stages send fewer bytes, or allow more microbatches in flight",
         "messages of weights and gradients": "workers wait for these to arrive: use "
@@ -216,14 +225,17 @@ def _busy_link(links: Sequence[LinkUse], step: float) -> Iterator[str]:
         )
 
 
-def _joint_text(stages: nx.DiGraph[int]) -> str:
-    joint = [s for s, joint in stages.nodes(data="joint") if joint]
-    return shorten([stage_text(stages, s) for s in sorted(joint)])
+def _meeting(stages: nx.DiGraph[int], strict: bool) -> str:
+    """The global-batch stages that a B, or a stage after them, waits for: none does for
+    the new value of a buffer."""
+    joint = joint_stages(stages)
+    late = {*waiting_stages(stages, strict).values()}
+    late |= {s for s in joint if nx.descendants(stages, s) - joint}
+    return shorten([stage_text(stages, s) for s in sorted(late)])
 
 
-def _waiting(stages: nx.DiGraph[int]) -> str:
-    """What to do where workers wait for stages of others."""
-    those = _joint_text(stages)
+def _waiting(those: str) -> str:
+    """What to do where workers wait for stages of others; those: see _meeting."""
     if not those:
         return (
             "the pipeline fills and drains in each step: use more microbatches, or "
@@ -235,14 +247,15 @@ def _waiting(stages: nx.DiGraph[int]) -> str:
     )
 
 
-def _unequal(stages: nx.DiGraph[int], planned: Timeline, slowest: int) -> str:
-    """What to do about the worker that has the most to do."""
+def _unequal(
+    stages: nx.DiGraph[int], planned: Timeline, slowest: int, those: str
+) -> str:
+    """What to do about the worker that has the most to do; those: see _meeting."""
     work: dict[int, float] = {}
     for job, worker, start, end in planned:
         if worker == slowest:
             work[job.stage] = work.get(job.stage, 0.0) + end - start
     largest = max(work, key=work.__getitem__)
-    those = _joint_text(stages)
     if those and not stages.nodes[largest].get("joint"):
         return (
             f"worker {slowest} has the most to do; no stage has work from before and "

@@ -159,6 +159,11 @@ class Group(NamedTuple):
         return self.owners if self.updater is None else (self.updater,)
 
     @property
+    def unawaited(self) -> set[int]:
+        """Stages that read them and give no gradient, for which no update waits."""
+        return {*self.stages} - {*self.givers} if any(self.trained) else set()
+
+    @property
     def learned(self) -> list[State]:
         """Those that get gradients."""
         pairs = zip(self.state, self.trained, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -19,3 +19,12 @@ class OwnCaps:
 
     def __call__(self, stage: int) -> int | None:
         return None if stage in self.lifted else self.cap(stage)
+
+
+class CapsOfKnown:
+    """A schedule's in_flight for a plan that has more stages than the schedule.
+
+    known: of the plan's stages, which of the schedule's stages each one is of.
+    """
+
+    known: Mapping[int, int]

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..jobs.job import Job, PlanError
-from ..jobs.own_caps import OwnCaps
+from ..jobs.own_caps import CapsOfKnown, OwnCaps
 from ..jobs.per_shard import as_per_shard
 from ..jobs.schedule import InFlight, Schedule
 from .cut_cost import Cut, Problem
@@ -163,7 +163,7 @@ class _Known:
 
 
 @dataclass(frozen=True, eq=False)
-class _Capped(_Known):
+class _Capped(_Known, CapsOfKnown):
     """A cap for all but these stages."""
 
     joint: frozenset[int]

@@ -120,8 +120,18 @@ def paired(call: OpCall, tensor: Tensor, rows: Rows) -> Rows:
 
 @_moves
 def strided(call: OpCall, tensor: Tensor, rows: Rows) -> Rows:
-    """as_strided and such, where they keep the shape."""
-    return rows if call.out.shape == tensor.shape else UNKNOWN
+    """as_strided and such, where they keep the shape; or take, of each row, numbers of
+    its own, as the frames of a short-time Fourier transform."""
+    if call.out.shape == tensor.shape:
+        return rows
+    if call.name != "as_strided" or rows.place != (0, 1) or not tensor.is_contiguous():
+        return UNKNOWN
+    if call.get("storage_offset") is not None:  # that of a microbatch is another
+        return UNKNOWN
+    (count, *sizes), (each, *strides) = call.out.shape, call.get("stride")
+    last = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    apart = count == tensor.shape[0] and each == tensor.stride(0) > last
+    return rows if apart else UNKNOWN
 
 
 def joined(call: OpCall) -> Rows:

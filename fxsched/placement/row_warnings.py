@@ -107,7 +107,8 @@ def _of_meeting(cause: Cause) -> str:
         return (
             f"rows of the batch may meet in {cause.operation}{at}, for which fxsched "
             f"has no rule; if they don't, {yours}write "
-            'loss_reduction="mean", with which each microbatch runs by itself'
+            'loss_reduction="mean", with which each microbatch runs by itself, and the '
+            "loss is the mean of all microbatches' losses"
         )
     return f"rows of the batch meet in {cause.operation}{at}: {cause.effect.value}"
 

@@ -90,7 +90,8 @@ class _Updates:
         number = jobs.number(job)
         version, gap = jobs.version(number), jobs.gap(number)
         read = self._weights(group, version, value.worker)
-        if version == job.microbatch // self.every and not gap:
+        current = version == job.microbatch // self.every and not gap
+        if current and job.stage not in self.groups[group].unawaited:
             return read
         return Stale(read, group, version, gap)
 
@@ -137,11 +138,13 @@ class _Updates:
             self._renew_copies(owner, self.waiting.pop(owner))
 
     def _renew_copies(self, owner: int, renewals: Iterable[Renewal]) -> None:
-        """Renews copies on a worker. Where jobs read earlier versions, the next update
-        doesn't wait until the new weights have been sent, which are stale then."""
+        """Renews copies on a worker. Where jobs read earlier versions, or give no
+        gradient, the next update doesn't wait until the new weights have been sent,
+        which are stale then."""
         for group, number, new in renewals:
             sent: Op | Stale = new
-            if self.request.schedule.version is not None:
+            late = self.request.schedule.version is not None
+            if late or self.groups[group].unawaited:
                 sent = Stale(new, group, number + 1)
             args = (self._weights(group, number, owner), sent)
             where, name = (owner, f"renew {group} after {new.task}", new.n), new.name

@@ -15,8 +15,7 @@ from ...jobs.job import PlanError
 
 
 def check_trained(groups: Sequence[Group], request: Request) -> None:
-    """Raises PlanError for weights with gradients that the optimizer doesn't have, and
-    for a stage that reads weights and gives none of them."""
+    """Raises PlanError for weights with gradients that the optimizer doesn't have."""
     known = set(request.updates)
     for group in groups:
         for state in group.learned:
@@ -26,13 +25,6 @@ def check_trained(groups: Sequence[Group], request: Request) -> None:
                     "it; add it to the optimizer, or freeze it with "
                     "requires_grad_(False)"
                 )
-        extra = set(group.stages) - set(group.givers)
-        if any(group.trained) and extra:
-            raise PlanError(
-                f"stage {min(extra)} reads {group.names[0]} but computes no gradient "
-                "of it, so an update of this weight would not wait for that stage; "
-                "keep all modules that read the weight in one stage, with same_stage="
-            )
 
 
 class UpdateFactors:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +146,37 @@ def test_lines_of_the_demo_are_written_at_once(
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(file)))
     demo.say("reading")
     assert file.getvalue() == b"reading\n"
+
+
+def test_training_says_which_step_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Said(demo.Progress):
+        def at(self, name: str, number: int = 0, of: int = 0) -> None:
+            super().at(name, number, of)
+            said.append(str(self))
+
+    class Training:
+        done, calls, updates = 0, 3, 1
+        batches = SimpleNamespace(draw=lambda: ())
+
+        def train(self, batch: object) -> float:
+            self.done += 1
+            return 0.5494
+
+    monkeypatch.setattr(demo, "Progress", Said)
+    task: Any = Training()
+    demo.run_training(task)
+    assert said[-1] == "training: loss 0.5494, step 3 of 3"
+
+
+def test_help_says_a_default_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("simulate", "compare", "search", "plan", "demo"):
+        with contextlib.suppress(SystemExit):
+            cli.main([command, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert "--help" in text
+        assert not re.findall(r"\[default: [^]]*\] \[default[^]]*\]", text), command
 
 
 @pytest.mark.slow

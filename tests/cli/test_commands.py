@@ -802,7 +802,11 @@ def test_a_schedule_of_a_users_file(
         ("model", r"'model': give path/to/model.py:make or package.module:make"),
         (
             "mode.py:make",
-            r"there is no file 'mode.py'; give path/to/model.py:make; its folder has",
+            r"there is no file 'mode.py'; give path/to/model.py:make; did you mean mod",
+        ),
+        (
+            "none.py:make",
+            r"there is no file 'none.py'; give path/to/model.py:make; its folder has",
         ),
         ("none/model.py:make", r"there is no file .*: there is no folder '.*none'"),
         ("none.model:make", r"there is no module 'none.model' here, nor a Python file"),

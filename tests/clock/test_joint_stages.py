@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import json
 import pickle
 import random
@@ -25,6 +26,7 @@ from fxsched.clock.event_loop import run_jobs
 from fxsched.clock.joint import fit_joint, joint_text
 from fxsched.clock.stage_graph import stage_jobs
 from fxsched.jobs.job import ALL_ROWS
+from fxsched.partition.joint_stages import with_joint
 from fxsched.schedules import LIBRARY, STALE
 from fxsched.simulator.simulate import Simulation
 from fxsched.tuner.evaluate_order import ranks, replay
@@ -216,6 +218,26 @@ def test_schedules_of_the_library_run_unchanged_on_joint_stages() -> None:
             check(result, joined)
 
 
+@pytest.mark.parametrize(
+    ("name", "workers", "microbatches"),
+    [
+        *(("zb_h1", 3, 4), ("zb_h1", 3, 6), ("zb_h1", 4, 8), ("zb_h2", 3, 6)),
+        *(("zb_h2", 4, 8), ("v_min", 3, 6), ("v_min", 4, 8)),
+    ],
+)
+def test_strict_orders_keep_their_caps_beside_a_joint_stage_without_backward(
+    name: str, workers: int, microbatches: int
+) -> None:
+    """As that of a buffer which is written from the whole batch: no B waits for it."""
+    schedule = LIBRARY[name](workers=workers, microbatches=microbatches)
+    count = schedule.stages or 0
+    for read in range(count):
+        edges = [*itertools.pairwise(range(count)), (read, count)]
+        stages = graph(edges, {count}, {count})
+        known = with_joint(schedule, {count: read}, range(count))
+        check(fxsched.simulate(known, stages, None), stages)
+
+
 def one_f_one_b(workers: int, microbatches: int) -> Schedule:
     """1f1b, as it comes back from a file."""
     with tempfile.TemporaryDirectory() as folder:
@@ -277,6 +299,21 @@ def test_a_function_of_the_users_is_told_what_each_stage_needs() -> None:
     )
     with pytest.raises(PlanError, match=message):
         fxsched.simulate(schedule, 3, joint=[2])
+
+
+def test_a_function_is_told_what_its_own_stages_need() -> None:
+    """Not the plan's, of which there are more."""
+    schedule = Schedule(
+        2, 4, 2, w=lambda s, b, d: (s, s), in_flight=lambda s: (4, 3)[s]
+    )
+    message = (
+        r"in_flight=3 stops the schedule: stage 3 runs once, on all rows \(3F\*\), so "
+        r"B of stage 2 \(of stage 1 of the schedule\) waits for F of all 4 "
+        r"microbatches; the smallest that works is 4 for stage 1$"
+    )
+    stages = graph([(0, 1), (1, 2), (2, 3)], {3})
+    with pytest.raises(PlanError, match=message):
+        fit_joint(with_joint(schedule, {3: 2}, [0, 0, 1]), stages)
 
 
 def test_updates_of_parts_of_the_batch_are_refused() -> None:

@@ -451,10 +451,20 @@ def test_an_input_that_the_model_writes_into_shows_the_users_line() -> None:
     message = (
         r"the model writes into its input x, at\n.*"
         + rf"{re.escape(__file__)}:{number('x.mul_' + '(2)')}, "
-        + r".*x\.mul_\(2\)\n.*write into a copy"
+        + r".*x\.mul_\(2\)\n.*write into a copy, or pass x.clone\(\) to the model in a"
     )
     with pytest.raises(PlanError, match=message):
         run(Of(then), two())
+
+    class Around(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Any:
+            return self.model(x.clone())
+
+    run(Around(Of(then)), two())
 
 
 def test_a_model_without_torch_operations_has_no_plan() -> None:

@@ -485,6 +485,35 @@ def test_a_profile_of_another_model_is_an_error() -> None:
         fxsched.plan(Bulky(), schedules.gpipe(2, 1), rows().long(), profile=profile)
 
 
+class Written(nn.Module):
+    """A chain, and a buffer written from the whole batch, which the loss may read."""
+
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
+        self.read = read
+        self.register_buffer("largest", torch.zeros(512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        with torch.no_grad():
+            new = torch.maximum(self.largest * 0.9, x.amax(0))
+            self.largest.copy_(new)
+        return (x - new).pow(2).mean() if self.read else x.pow(2).mean()
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_explain_blames_a_global_batch_stage_that_others_wait_for(read: bool) -> None:
+    schedule = fxsched.schedules.one_f_one_b(3, 4)
+    text = fxsched.plan(Written(read), schedule, torch.randn(512, 512)).explain()
+    limit = " ".join(text[text.index("what limits the step") :].split())
+    assert "waiting for other stages" in limit or "unequal workers" in limit
+    assert ("rows of the whole batch meet in" in limit) == read
+    times = re.findall(r" (\d\S*) \+ (\d\S*) ", text)
+    assert times and not any("e-" in each for pair in times for each in pair)
+
+
 def test_explain_says_what_limits_the_step() -> None:
     text = fxsched.explain(Wide(8), schedules.gpipe(2, 1), torch.ones(512, 512))
     assert re.search(r"predicted step: .* (ms|µs), .*bubble \d+\.\d %", text)

@@ -107,6 +107,15 @@ KINDS: dict[str, tuple[Kind, Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda s, x, keep: ((s.linear(x).mean(-1) * keep).sum(1) / keep.sum(1)).mean(),
         (SEQUENCES, KEEP),
     ),
+    "spectrum": (
+        Kind.MEAN,
+        lambda s, x: (
+            torch.stft(s.linear(x), 4, window=torch.ones(4), return_complex=True)
+            .abs()
+            .mean()
+        ),
+        (FEATURES,),
+    ),
     "gram": (Kind.SUM, lambda s, x: (s.linear(x).t() @ x).sum(), (FEATURES,)),
     "one of each row": (
         Kind.MEAN,
@@ -198,6 +207,11 @@ MIXED: dict[str, tuple[Effect, Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda s, x: s.attention(x, x, x)[0].pow(2).mean(),
         (SEQUENCES,),
     ),
+    "frames of two rows": (
+        Effect.UNSURE,
+        lambda s, x: s.linear(x).as_strided((len(x), 7), (5, 1)).pow(2).mean(),
+        (FEATURES,),
+    ),
     "softmax over the batch": (
         Effect.ORDER,
         lambda s, x: s.linear(x).softmax(0).pow(2).mean(),
@@ -256,6 +270,23 @@ def test_rows_that_meet_have_a_cause(name: str) -> None:
     assert rows is not None and rows.cause is not None
     assert rows.cause.effect is effect
     assert __file__ in str(rows.cause.stack)
+
+
+def test_spectra_are_of_rows_and_the_mean_of_those_that_have_labels() -> None:
+    class Spoken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("window", torch.hann_window(16))
+            self.layers = nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 5))
+
+        def forward(self, sound: Tensor, labels: Tensor) -> Tensor:
+            waves = torch.stft(sound, 16, 8, window=self.window, return_complex=True)
+            return F.cross_entropy(self.layers(waves.abs().mT).mean(1), labels)
+
+    labels = torch.randint(0, 5, (8,)).index_fill(0, torch.arange(3), -100)
+    batch, schedule = (torch.randn(8, 64), labels), fxsched.schedules.gpipe(2, 4)
+    assert fxsched.plan(Spoken(), schedule, *batch).schedule.stages == 2
+    assert fxsched.verify(Spoken(), schedule, *batch).passed
 
 
 @pytest.mark.slow

@@ -123,6 +123,32 @@ def test_what_is_replaced_leaves_the_old_tensor_alone() -> None:
     assert dict(model.named_buffers())["ema"] is model.ema
 
 
+class Largest(nn.Module):
+    """Six layers, and a running mean of the whole batch's largest values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.register_buffer("ema", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        with torch.no_grad():
+            self.ema.mul_(0.9).add_(0.1 * x.amax(0))
+        return x.pow(2).mean()
+
+    def state(self) -> list[Any]:
+        return [self.ema]
+
+
+@pytest.mark.parametrize("name, workers", [("zb_h1", 3), ("zb_h1", 4), ("zb_h2", 3)])
+def test_strict_orders_plan_what_is_written_of_the_whole_batch(
+    name: str, workers: int
+) -> None:
+    check(Largest(), schedules.LIBRARY[name](workers=workers, microbatches=4))
+
+
 def grown(model: Model, hidden: Tensor) -> None:
     model.n = model.n + hidden.detach().mean(0)
 

@@ -499,3 +499,26 @@ def test_a_timeline_does_not_say_what_shards_take() -> None:
         fxsched.simulate(
             schedules.sharded(schedules.gpipe(2, 1), 2), durations=list(plan.timeline)
         )
+
+
+@pytest.mark.parametrize(
+    ("where", "counts"),
+    [
+        (lambda s, b: None, [4, 3, 2, 1]),
+        ("disk", [2, 2, 2, 1]),
+        ("host", [2, 2, 2, 1]),
+        (lambda s, b: None if s else 3, [2, 3, 2, 4]),
+    ],
+)
+def test_activations_count_where_they_wait(where: Any, counts: list[int]) -> None:
+    """As plan.memory: away from F until they come back, a job before B."""
+    stages = nx.path_graph(4, nx.DiGraph)
+    for _, data in stages.nodes(data=True):
+        data.update(held=10.0, weights=0.0)
+    schedule = schedules.parked(schedules.one_f_one_b(4, 8), where)
+    ran = fxsched.simulate(schedule, stages)
+    assert [worker.peak_activations for worker in ran.workers] == counts
+    assert [worker.peak_bytes for worker in ran.workers] == [10.0 * n for n in counts]
+    assert [peaks.at_once.activations for peaks in ran.memory] == [
+        10.0 * n for n in counts
+    ]
