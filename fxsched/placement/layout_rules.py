@@ -124,10 +124,9 @@ def strided(call: OpCall, tensor: Tensor, rows: Rows) -> Rows:
     its own, as the frames of a short-time Fourier transform."""
     if call.out.shape == tensor.shape:
         return rows
-    if call.name != "as_strided" or rows.place != (0, 1) or not tensor.is_contiguous():
-        return UNKNOWN
-    if call.get("storage_offset") is not None:  # that of a microbatch is another
-        return UNKNOWN
+    inside = call.name == "as_strided" and call.out.dim() and tensor.is_contiguous()
+    if not inside or rows.place != (0, 1) or call.get("storage_offset") is not None:
+        return UNKNOWN  # the offset of a microbatch is another
     (count, *sizes), (each, *strides) = call.out.shape, call.get("stride")
     last = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
     apart = count == tensor.shape[0] and each == tensor.stride(0) > last
