@@ -232,7 +232,10 @@ class Schedule:
             return replace(self.fitted(stages), microbatches=microbatches)
 
         return replace(
-            self, microbatches=microbatches, fit=None if self.fit is None else fit
+            self,
+            microbatches=microbatches,
+            fit=None if self.fit is None else fit,
+            candidates=tuple(c.first(microbatches) for c in self.candidates),
         )
 
     def local_microbatches(self, rank: int) -> tuple[int, ...]:

@@ -144,7 +144,7 @@ class Layouts:
         for u, place in enumerate(of):
             members[place].append(u)
         self.of, self.members = of, members
-        self.problem = joined(self.fine, of)
+        self.problem = joined(self.fine, members)
         self.kinds = [kinds[units[0]] for units in members]
         self.budget = self.effort * BUDGET * max(len(members), FEWEST)
         self.budget *= 1 + self.asked.workers / MANY

@@ -317,14 +317,12 @@ class _Joining:
         for number, members in enumerate(whole):
             for unit in members:
                 of[unit] = number
-        return joined(self.problem, of), tuple(of)
+        return joined(self.problem, whole), tuple(of)
 
 
-def joined(problem: Problem, of: Sequence[int]) -> Problem:
-    """The problem of larger units; of: which of them each unit is in."""
-    members: list[list[Unit]] = [[] for _ in range(max(of, default=-1) + 1)]
-    for unit, place in zip(problem.units, of, strict=True):
-        members[place].append(unit)
+def joined(problem: Problem, members: Sequence[Sequence[int]]) -> Problem:
+    """The problem of larger units, each of these members."""
+    of = {unit: place for place, units in enumerate(members) for unit in units}
     edges = []
     for edge in problem.edges:
         readers = tuple(sorted({of[r] for r in edge.readers} - {of[edge.maker]}))
@@ -332,7 +330,7 @@ def joined(problem: Problem, of: Sequence[int]) -> Problem:
             edges.append(edge._replace(maker=of[edge.maker], readers=readers))
     return replace(
         problem,
-        units=tuple(map(Unit.of, members)),
+        units=tuple(Unit.of([problem.units[u] for u in some]) for some in members),
         edges=tuple(edges),
         apart=frozenset((of[a], of[b]) for a, b in problem.apart),
     )
