@@ -14,6 +14,7 @@ from .plans.plan import Plan
 
 ATTEMPTS = 4  # plans besides the one without a limit
 LESS = 0.07
+ALMOST = 1.1  # of the limit: a cut that holds as much is searched no more
 NEAR = 0.92  # of the limit: if a plan holds as much, no further one is tried
 
 
@@ -70,7 +71,7 @@ def _limited(
             target = limit = error.least
             continue
         yield found
-        if found.plan.schedule.cut is not None:  # that was searched once
+        if found.plan.schedule.cut is not None and _held(found) <= ALMOST * limit:
             request = replace(request, schedule=found.plan.schedule)
         if NEAR * limit <= _held(found) <= limit:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from random import Random
 
 import networkx as nx
@@ -98,7 +99,7 @@ def best_within(blocks: list[Block], request: Request, fit: Fit) -> Fitted:
             unmark(nodes)
         found.append((seconds, asked))
     if not found:
-        raise refused[0]
+        raise min(refused, key=lambda error: getattr(error, "least", inf))
     _, asked = min(found, key=lambda each: each[0])
     return fit_within(nodes, asked, fit)._replace(compared=compared)
 

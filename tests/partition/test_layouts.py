@@ -8,7 +8,7 @@ from random import Random
 import networkx as nx
 import pytest
 
-from fxsched import PlanError, Schedule, schedules, simulate
+from fxsched import Plan, PlanError, Schedule, plan, schedules, simulate
 from fxsched.clock.stage_graph import run_stages, step_seconds
 from fxsched.partition.cut_cost import Hyperedge, Problem, Unit
 from fxsched.partition.layouts import Layout, Layouts, Place
@@ -16,6 +16,7 @@ from fxsched.partition.planner import most_held
 
 from ..annealing import State, anneal, order, step
 from ..bench.auto import blocks_of, planned
+from ..cases import gpt, mlp, two_tower
 
 
 def branches(random: Random, count: int = 12) -> Problem:
@@ -125,3 +126,33 @@ def test_auto_takes_the_best_of_the_library_for_stages_that_are_there() -> None:
 def test_candidates_have_the_workers_of_their_schedule() -> None:
     with pytest.raises(PlanError, match="for 2 workers and 4 microbatches"):
         Schedule(2, 4, candidates=(schedules.graph(3, 4),))
+
+
+def test_a_limit_that_needs_blocks_computed_again_is_kept() -> None:
+    model, inputs = gpt()
+    schedule = schedules.auto(2, 4)
+    free = plan(model, schedule, *inputs)
+    limit = 0.8 * held(free)
+    found = plan(model, schedule, *inputs, memory_limit=limit)
+    assert held(found) <= limit
+    assert found.simulate().latency >= free.simulate().latency * 0.99
+    with pytest.raises(PlanError, match="no cut keeps every worker"):
+        plan(model, schedule, *inputs, memory_limit=0.3 * held(found))
+
+
+def held(planned: Plan) -> float:
+    """Bytes of the worker that holds the most."""
+    return max(peaks.at_once.total for peaks in planned.memory)
+
+
+def test_a_cut_is_of_one_model() -> None:
+    model, inputs = mlp()
+    found = plan(model, schedules.auto(2, 2), *inputs)
+    again = plan(model, found.schedule, *inputs)
+    assert again.simulate().latency == found.simulate().latency
+    assert "schedules of the library: " in str(found.compared)
+    with pytest.raises(PlanError, match="leave stages= out"):
+        plan(model, found.schedule, *inputs, stages=["layers.1"])
+    other, more = two_tower()
+    with pytest.raises(PlanError, match="was made for another model"):
+        plan(other, found.schedule, *more)
