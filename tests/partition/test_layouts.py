@@ -136,8 +136,6 @@ def test_a_limit_that_needs_blocks_computed_again_is_kept() -> None:
     found = plan(model, schedule, *inputs, memory_limit=limit)
     assert held(found) <= limit
     assert found.simulate().latency >= free.simulate().latency * 0.99
-    with pytest.raises(PlanError, match="no cut keeps every worker"):
-        plan(model, schedule, *inputs, memory_limit=0.3 * held(found))
 
 
 def held(planned: Plan) -> float:
