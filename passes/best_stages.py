@@ -115,6 +115,8 @@ def compare(
     wanted = request.schedule.stages
     for candidate in request.schedule.candidates:
         if wanted is not None and candidate.stages not in (None, wanted):
+            text = f"{candidate.name} has {candidate.stages} stages, not {wanted}"
+            refused.append(PlanError(f"{text}; give candidates of as many"))
             continue
         try:
             fitted = fit(replace(request, schedule=_asked(request, candidate)))

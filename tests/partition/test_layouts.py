@@ -154,3 +154,11 @@ def test_a_cut_is_of_one_model() -> None:
     other, more = two_tower()
     with pytest.raises(PlanError, match="was made for another model"):
         plan(other, found.schedule, *more)
+
+
+def test_candidates_of_other_numbers_of_stages_are_refused() -> None:
+    model, inputs = mlp()
+    fixed = schedules.interleaved(2, 2)
+    schedule = Schedule(2, 2, 3, candidates=(fixed,))
+    with pytest.raises(PlanError, match="has 4 stages, not 3; give candidates of as"):
+        plan(model, schedule, *inputs)
