@@ -10,10 +10,11 @@ share something with it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-BEGINS = 0  # in the place of the version of an event that says when a message ends
+BEGINS, ENDS = False, True
 
 
 class LinkName(NamedTuple):
@@ -65,6 +66,21 @@ def fair_rates(
     return rates
 
 
+@dataclass
+class _Flow:
+    """A message under way.
+
+    left: bytes that were left at `since`; since then it has had this rate. changes: how
+    often its rate was another.
+    """
+
+    resources: Sequence[Hashable]
+    left: float
+    since: float
+    rate: float = 0.0
+    changes: int = 0
+
+
 class Flows:
     """Messages that share resources, by number, from their first byte to their last.
 
@@ -74,60 +90,56 @@ class Flows:
     def __init__(self, capacity: Mapping[Hashable, float]) -> None:
         self.capacity = capacity
         self.given: dict[int, tuple[Sequence[Hashable], float]] = {}  # yet to begin
-        self.uses: dict[int, Sequence[Hashable]] = {}  # of those under way, resources,
-        self.left: dict[int, float] = {}  # bytes,
-        self.rates: dict[int, float] = {}  # and bytes a second
+        self.flows: dict[int, _Flow] = {}
         self.users: dict[Hashable, dict[int, None]] = {}
-        self.since = 0.0  # when these rates began
-        self.version = 0  # of these rates
-        self.events: list[tuple[float, int, int]] = []
+        self.changed: dict[Hashable, None] = {}  # resources with other users than then
+        self.now = 0.0
+        self.events: list[tuple[float, bool, int, int]] = []
 
     def add(
         self, number: int, when: float, resources: Sequence[Hashable], size: float
     ) -> None:
         """Says when the first of a message's bytes leaves, not before now."""
         self.given[number] = resources, size
-        heappush(self.events, (when, BEGINS, number))
+        heappush(self.events, (when, BEGINS, number, 0))
 
     def next(self) -> tuple[float, int] | None:
         """When the last byte of the next message leaves, and which; the clock goes on
         to then."""
-        while self.events:
-            now, version, number = heappop(self.events)
-            if version not in (BEGINS, self.version):
+        while self.events or self.changed:
+            if self.changed and not (self.events and self.events[0][0] <= self.now):
+                self._share()  # once for all that begins and ends at this time
                 continue
-            if now > self.since:
-                for other, rate in self.rates.items():
-                    self.left[other] -= rate * (now - self.since)
-                self.since = now
-            if version != BEGINS:
-                resources = self.uses.pop(number)
-                del self.left[number], self.rates[number]
-                for name in resources:
+            when, kind, number, changes = heappop(self.events)
+            if kind is BEGINS:
+                self.now = when
+                flow = self.flows[number] = _Flow(*self.given.pop(number), when)
+                for name in flow.resources:
+                    self.users.setdefault(name, {})[number] = None
+                    self.changed[name] = None
+            elif number in self.flows and self.flows[number].changes == changes:
+                self.now = when
+                for name in self.flows.pop(number).resources:
                     del self.users[name][number]
-                self._share(resources)
-                return now, number
-            resources, self.left[number] = self.given.pop(number)
-            self.uses[number] = resources
-            for name in resources:
-                self.users.setdefault(name, {})[number] = None
-            self._share(resources)
+                    self.changed[name] = None
+                return when, number
         return None
 
-    def _share(self, resources: Sequence[Hashable]) -> None:
-        """New rates for the users of these resources, and for all that share with them,
-        one with the next; and when the first message has left at the rates of all."""
-        names, linked = [*resources], set[int]()
+    def _share(self) -> None:
+        """New rates for the users of the changed resources, and for all that share with
+        them, one with the next."""
+        names, linked = [*self.changed], dict[int, Sequence[Hashable]]()
+        self.changed.clear()
         for name in names:
             for number in self.users[name]:
                 if number not in linked:
-                    linked.add(number)
-                    names += self.uses[number]
-        if linked:
-            uses = {n: own for n, own in self.uses.items() if n in linked}
-            self.rates.update(fair_rates(uses, self.capacity))
-        self.version += 1
-        if self.left:
-            ends = [(max(b, 0.0) / self.rates[n], n) for n, b in self.left.items()]
-            seconds, first = min(ends)
-            heappush(self.events, (self.since + seconds, self.version, first))
+                    linked[number] = self.flows[number].resources
+                    names += linked[number]
+        for number, rate in fair_rates(linked, self.capacity).items():
+            flow = self.flows[number]
+            if rate != flow.rate:
+                flow.left -= flow.rate * (self.now - flow.since)
+                flow.rate, flow.since = rate, self.now
+                flow.changes += 1
+                end = self.now + max(flow.left, 0.0) / rate
+                heappush(self.events, (end, ENDS, number, flow.changes))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, log
+from operator import add
 from random import Random
 from typing import Any, NamedTuple
 
@@ -103,6 +104,42 @@ class Found(NamedTuple):
     stages: nx.DiGraph[int]
     seconds: float
     tried: int
+
+
+@dataclass(frozen=True)
+class InTurns:
+    """A w: workers take the microbatches of a stage in turns."""
+
+    runs: tuple[tuple[Placement, ...], ...]
+
+    def __call__(self, s: int, b: int, d: Direction) -> Placement:
+        own = self.runs[s]
+        return own[b % len(own)]
+
+
+@dataclass(frozen=True)
+class InSteps:
+    """An n that grows by the same from each microbatch to the next; W comes last."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    each: int
+
+    def __call__(self, s: int, b: int, d: Direction) -> int:
+        if d is Direction.WEIGHT:
+            return LATE + b
+        first = self.forward if d is Direction.FORWARD else self.backward
+        return first[s] + self.each * b
+
+
+@dataclass(frozen=True)
+class CapOf:
+    """A cap for each stage."""
+
+    caps: tuple[int | None, ...]
+
+    def __call__(self, s: int) -> int | None:
+        return self.caps[s]
 
 
 @dataclass
@@ -259,31 +296,28 @@ class Layouts:
         self, layout: Layout, places: Sequence[Place], stages: nx.DiGraph[int]
     ) -> Schedule:
         microbatches, depth = self.asked.microbatches, stage_depths(stages)
-        runs = [[Placement(k, k) for k in place.workers] for place in places]
-        first, apart = oldest_microbatch_first(len(stages)), 2 * len(stages)
+        runs = (tuple(Placement(k, k) for k in place.workers) for place in places)
+        first, apart, each = oldest_microbatch_first(len(stages)), 2 * len(stages), 0
         if layout.longest:
             first, apart = longest_way_first(stages, microbatches), microbatches
-        leads = [apart * place.lead for place in places]
-
-        def w(s: int, b: int, d: Direction) -> Placement:
-            own = runs[s]
-            return own[b % len(own)]
-
-        def n(s: int, b: int, d: Direction) -> int:
-            if d is Direction.WEIGHT:
-                return LATE + b
-            return first(s, b, d) + leads[s] * (d is Direction.FORWARD)
-
-        def cap(s: int) -> int | None:
-            more = places[s].more
-            return None if more is None else max(1, depth[s] + more)
-
+        forward, backward = (
+            [first(s, 0, d) for s in stages]
+            for d in (Direction.FORWARD, Direction.BACKWARD)
+        )
+        if places:
+            each = first(0, 1, Direction.FORWARD) - forward[0]
+        late = [apart * place.lead for place in places]
+        n = InSteps(tuple(map(add, forward, late)), tuple(backward), each)
+        caps = (
+            None if place.more is None else max(1, depth[s] + place.more)
+            for s, place in enumerate(places)
+        )
         return replace(
             self.asked,
             stages=len(stages),
-            w=w,
+            w=InTurns(tuple(runs)),
             n=n,
-            in_flight=OwnCaps(cap),
+            in_flight=OwnCaps(CapOf(tuple(caps))),
             fit=None,
             candidates=(),
         )

@@ -6,7 +6,7 @@ plan depends on those alone that they gave while it was made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ class Raised(NamedTuple):
 class Question(NamedTuple):
     """A call of a function of a schedule, and its answer.
 
-    schedule: 0 for the user's; those that fit gave count from 1 in their order.
+    schedule: 0 for the user's, from 1 on for its candidates, and then for those that
+        fit gave, in their order, each before its own candidates.
     answer: of fit, the settings of the schedule that it gave.
     """
 
@@ -55,7 +56,8 @@ class CallbackRecord:
             caps = schedule.in_flight if name == "in_flight" else None
             noted = replace(caps, cap=noting) if isinstance(caps, OwnCaps) else noting
             heard[name] = noted
-        return replace(schedule, **heard)
+        candidates = tuple(map(self.listen, schedule.candidates))
+        return replace(schedule, **heard, candidates=candidates)
 
     def note(self, question: Question) -> None:
         """Writes a question down, unless it is known."""
@@ -108,7 +110,9 @@ def settings(schedule: Schedule) -> Mapping[str, Any]:
     functions = _functions(schedule)
     return {
         name: "a function" if name in functions else value
-        for name, value in vars(schedule).items()
+        for name, value in (
+            vars(schedule) | {"candidates": [*map(settings, schedule.candidates)]}
+        ).items()
         if value is not getattr(Schedule, name, None)
     }
 
@@ -118,7 +122,7 @@ def answering(
 ) -> dict[tuple[int, str], Any] | None:
     """The functions of the schedule, and of those that its fit gives, by number and
     name; None if an answer is another."""
-    schedules = [_functions(schedule)]
+    schedules = [*_all_functions(schedule)]
     for number, name, arguments, expected in questions:
         copied = tuple(a.copy() if isinstance(a, nx.Graph) else a for a in arguments)
         try:
@@ -126,7 +130,7 @@ def answering(
         except Exception as error:
             answer = Raised(type(error).__qualname__)
         if isinstance(answer, Schedule):
-            schedules.append(_functions(answer))
+            schedules += _all_functions(answer)
             answer = settings(answer)
         if type(answer) is not type(expected) or answer != expected:
             return None
@@ -135,6 +139,13 @@ def answering(
         for number, functions in enumerate(schedules)
         for name, function in functions.items()
     }
+
+
+def _all_functions(schedule: Schedule) -> Iterator[dict[str, Callable[..., Any]]]:
+    """Those of a schedule and of its candidates, in the order of their numbers."""
+    yield _functions(schedule)
+    for candidate in schedule.candidates:
+        yield from _all_functions(candidate)
 
 
 def _functions(schedule: Schedule) -> dict[str, Callable[..., Any]]:

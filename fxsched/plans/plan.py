@@ -223,10 +223,15 @@ class Plan:
         return held_bytes(self.step, self.state_bytes)
 
     @cached_property
+    def _simulated(self) -> Simulation:
+        """The step as predicted."""
+        return self._ran(None, None, None)
+
+    @property
     def _times(self) -> Times:
         """When jobs run, and when the step ends, as predicted."""
-        simulated = self.simulate()
-        return Times(simulated.timeline, simulated.latency, simulated.find_links)
+        ran = self._simulated
+        return Times(ran.timeline, ran.latency, ran.find_links)
 
     @property
     def _memory(self) -> WorkerMemory:
@@ -359,6 +364,13 @@ class Plan:
             weights and returned gradients take time.
         """
         check_transfers(transfer, prefetch)
+        if durations is None and transfer is None and prefetch is None:
+            return self._simulated
+        return self._ran(durations, transfer, prefetch)
+
+    def _ran(
+        self, durations: Durations, transfer: Transfer, prefetch: int | None
+    ) -> Simulation:
         stages, jobs = self.stages.copy(), self.timeline.jobs
         set_durations(stages, self.schedule, durations, frozenset(jobs.kinds))
         return simulate_step(
@@ -383,7 +395,7 @@ class Plan:
         texts = {stage: StageText(*share) for stage, share in shares}
         held = held_during(self.step, self.state_bytes)
         details = Details(whole, texts, held, sent_between(self.step))
-        return replace(self.simulate().diagram("s"), details=details)
+        return replace(self._simulated.diagram("s"), details=details)
 
     def profile(self, *timelines: Sequence[Event]) -> Profile:
         """Makes a Profile from measured steps of this plan.
