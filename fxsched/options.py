@@ -331,6 +331,11 @@ RUNS = {  # plans are the same whatever these are
 }
 NAMES = tuple(CHECKED)[1:]  # all but the schedule
 PLANNED = tuple(name for name in NAMES if name not in RUNS)
+OF_SCHEDULES = (
+    "workers",
+    "microbatches",
+    "split_backward",
+)  # no options, but arguments
 
 
 def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
@@ -500,6 +505,11 @@ def _hint(name: str) -> str:
     """What else may be meant by a word that is no option."""
     if not name:
         return ""
+    if name in OF_SCHEDULES:
+        return (
+            f"; {name}= is an argument of a schedule, such as "
+            "fxsched.schedules.one_f_one_b(workers=2, microbatches=4)"
+        )
     if near := difflib.get_close_matches(name, CHECKED, 1):
         return f"; did you mean {near[0]}=?"
     for option, hint in get_type_hints(Options).items():

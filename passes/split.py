@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import networkx as nx
@@ -37,6 +38,8 @@ from ..ir.request import Device, Request
 from ..jobs.job import Job, PlanError
 from ..partition.costs import send_seconds, update_seconds
 from .stage_builder import Port, StageBuilder, reads_whole
+
+LITTLE = 0.02  # of a stage's work, below which a part of a module isn't named
 
 
 def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
@@ -412,18 +415,25 @@ def _describe_moments(
 
 
 def _modules(nodes: list[fx.Node], everywhere: Counter[str]) -> list[str]:
-    """The modules of a stage in order: the outermost that are in it as a whole.
+    """The modules of a stage in order: the outermost that are in it as a whole, and
+    those of which a part with weights, or with work, is.
 
     everywhere: for each module, how many nodes it and its children have.
     """
     here = _count_modules(nodes)
-    names: dict[str, None] = {}
+    names, seconds = dict[str, float](), 0.0
     for node in nodes:
         prefixes = module_prefixes(node)
         whole = [p for p in prefixes if here[p] == everywhere[p]]
+        work = sum(of_node(node)["work"][1:3]) if "work" in of_node(node) else 0.0
+        seconds += work
+        read = {of_node(each).get("role") for each in node.all_input_nodes}
+        if whole or Role.PARAMETER in read:
+            work = inf
         if prefixes:
-            names[whole[0] if whole else f"{prefixes[-1]} (part)"] = None
-    return list(names)
+            name = whole[0] if whole else f"{prefixes[-1]} (part)"
+            names[name] = names.get(name, 0.0) + work
+    return [name for name, work in names.items() if work >= LITTLE * seconds]
 
 
 def _count_modules(nodes: Iterable[fx.Node]) -> Counter[str]:

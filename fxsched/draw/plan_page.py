@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # it needs torch, and pictures don't
     from ..accounts.held import During
 
 BOX, HEIGHT, ACROSS, DOWN, EDGE, LANE = 168, 66, 84, 22, 16, 18  # pixels
-LETTERS = 25  # of a line in a box
+LETTERS = 22  # of a line in a box
 LARGEST = ("from", "to", "bytes")
 COLUMNS, LEVELS = 1000, 4  # of a link's picture, and its shades
 MOST = 12  # workers in a square table of links; of more, the largest links are listed

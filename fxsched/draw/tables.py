@@ -76,11 +76,17 @@ def columns(most: int = WIDTH) -> int:
 
 
 def wrapped(lines: Iterable[str], width: int | None = None) -> str:
-    """The lines in so many columns; a longer path stays whole."""
+    """The lines in so many columns, what is left of an indented one further indented;
+    a longer path stays whole."""
     whole = textwrap.TextWrapper(
         width or columns(), break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(part for line in lines for part in whole.wrap(line))
+    parts = []
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        whole.subsequent_indent = " " * (indent + 2) if indent else ""
+        parts += whole.wrap(line)
+    return "\n".join(parts)
 
 
 def html_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

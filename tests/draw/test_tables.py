@@ -24,6 +24,10 @@ def plan_of(workers: int) -> Plan:
     return fxsched.plan(Chain(16), schedules.one_f_one_b(workers, 16), *batch(16))
 
 
+def test_what_is_left_of_an_indented_line_is_further_indented() -> None:
+    assert wrapped(["one two", "  three four"], 9) == "one two\n  three\n    four"
+
+
 def widest(text: str) -> int:
     return max(map(len, text.splitlines()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -299,6 +300,22 @@ def test_verify_runs_the_plan_that_trains_with_the_inputs_strides(
     assert {spec.dtype for spec in made} == {torch.float32, torch.float64}
 
 
+def test_a_rounded_difference_is_named_by_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Two(lambda s, x: x.square().mean() + 3e4 - 3e4)
+    rounded = fxsched.verify(model, GPIPE, rows())
+    said = re.search(r"the largest difference, (\S+) in the model", str(rounded))
+    monkeypatch.setattr(
+        sys.modules[Trial.__module__],
+        "_in_float64",
+        lambda call, given, found: (found, ""),
+    )
+    shown = fxsched.verify(model, GPIPE, rows())
+    assert said is not None
+    assert said[1] == f"{max(each.largest for each in shown.differences):.1e}"
+
+
 class Centered(nn.Module):
     """The true gradient of the convolution's bias is 0. It runs in float32 alone."""
 
@@ -317,6 +334,7 @@ class Centered(nn.Module):
 def test_rounding_of_a_gradient_of_0_passes_where_float64_does_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    torch.manual_seed(0)
     inputs = torch.randn(32, 20, 200), torch.arange(32) % 10
     torch._dynamo.reset()
     found = fxsched.verify(Centered(), GPIPE, *inputs)

@@ -516,6 +516,7 @@ def test_a_misuse_of_the_api_is_one_line(
     [
         ({"orders": "static"}, "did you mean order="),
         ({"recompute": True}, "did you mean carry='recompute'"),
+        ({"workers": 2}, r"workers= is an argument of a schedule, such as fxsched\."),
         ({"speed": 1}, "its options are stages, transport, order,"),
     ],
 )

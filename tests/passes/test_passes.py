@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,10 @@ from torch import Tensor, fx, nn
 
 import fxsched
 from fxsched import Direction, Placement, Plan, Schedule, pipeline, schedules
+from fxsched.ir.graphs import Role
 from fxsched.ir.step import Step
+from fxsched.partition.costs import Work
+from fxsched.passes.split import _modules
 from tests.text import graph_text
 
 Golden = Callable[[str, str], None]
@@ -32,6 +36,25 @@ class TwoTower(nn.Module):
 
     def forward(self, code: Tensor, doc: Tensor) -> Tensor:
         return self.head(self.code(code) * self.doc(doc)).pow(2).mean()
+
+
+def test_a_stage_is_named_by_modules_with_weights_or_work_in_it() -> None:
+    graph = fx.Graph()
+
+    def node(module: str, seconds: float, *read: fx.Node) -> fx.Node:
+        made = graph.call_function(torch.relu, read)
+        made.meta.update(module=module, work=Work(0, seconds, seconds, 0))
+        return made
+
+    weight = graph.placeholder("weight")
+    weight.meta["role"] = Role.PARAMETER
+    whole, cheap = node("a", 1.0), node("b", 0.001)
+    read, much, none = node("c.d", 0.0, weight), node("e", 0.1), node("", 9.0)
+    inside = [whole, cheap, read, much, none]
+    everywhere = Counter({"a": 1, "b": 2, "c": 5, "c.d": 2, "e": 2})
+    assert _modules(inside[:4], everywhere) == ["a", "c.d (part)", "e (part)"]
+    assert _modules(inside, everywhere) == ["a", "c.d (part)"]
+    assert _modules([cheap], everywhere) == ["b (part)"]
 
 
 def shifted() -> Schedule:
