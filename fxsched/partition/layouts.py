@@ -335,14 +335,14 @@ class Layouts:
             return None
         end = max(events.end, default=0.0)
         copied = [s for s, own in enumerate(workers) if len(own) > 1]
-        ends = (self._summed(s, stages, events) for s in copied)
-        return Ran(max([end, *ends]), made, events)
-
-    def _summed(self, stage: int, stages: nx.DiGraph[int], events: Timeline) -> float:
-        """When gradients of a stage that several workers compute are added up: they are
-        sent to one worker."""
-        last = max(end for job, _, _, end in events if job.stage == stage)
-        return last + float(stages.nodes[stage]["fetch"])
+        if copied:  # gradients are sent to one worker, which adds them up
+            jobs, last = events.jobs, [0.0] * len(stages)
+            stage = [s for s, _ in jobs.kinds]
+            for job, ends in zip(events.order, events.end, strict=True):
+                s = stage[jobs.kind[job]]
+                last[s] = max(last[s], ends)
+            end = max(end, *(last[s] + stages.nodes[s]["fetch"] for s in copied))
+        return Ran(end, made, events)
 
     def _work(self, layout: Layout) -> float:
         """Seconds of all jobs of the worker that has most to do."""
