@@ -61,16 +61,20 @@ def _limited(
     """Plans that should be within the limit. What the estimates miss is seen on each
     plan, and the next one is made for a limit that is lower, or higher, by twice as
     much, and lower by LESS at least, as blocks are large."""
-    target = limit
+    target = planned = limit
     for _ in range(ATTEMPTS):
         try:
             found = make(replace(request, memory_limit=target))
         except MemoryLimitError as error:
-            if error.least <= limit:  # it was found already
+            if error.least > limit:
+                target = limit = error.least
+            elif target == planned:  # it was found already
                 return
-            target = limit = error.least
+            else:
+                target = (target + planned) / 2
             continue
         yield found
+        planned = target
         if found.plan.schedule.cut is not None and _held(found) <= ALMOST * limit:
             request = replace(request, schedule=found.plan.schedule)
         if NEAR * limit <= _held(found) <= limit:

@@ -16,7 +16,7 @@ from ..jobs.compared import OWN, Compared, Planned
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..partition.cut_cost import Cut
-from ..partition.layouts import Layouts
+from ..partition.layouts import WORTH, Layouts
 from ..partition.planner import MemoryLimitError, most_held, moved_seconds, stage_graph
 from .cut_problem import Block, cut_problem
 from .joint_stages import Fitted, Parts
@@ -27,7 +27,6 @@ BRINGS = ("w", "n", "in_flight", "fit", "split_backward", "in_order", "cut")
 ABOVE = 4  # candidates that are tried with blocks that B computes again
 AGAIN = 0.4  # effort of a search from candidates that one has found
 MORE = 1.1  # of what the first candidate holds, where no limit is given
-WORTH = 0.005  # of a step, that the search must save
 
 Fit = Callable[[Request], Fitted]
 
@@ -136,8 +135,9 @@ def compare(
     starts = [
         layouts.start(cuts[i], planned[i].schedule, planned[i].stages) for i in ranked
     ]
-    found = layouts.search([each for each in starts if each is not None], Random(0))
     best = next((planned[i] for i in ranked if planned[i].bytes <= limit), None)
+    able = [each for each in starts if each is not None]
+    found = layouts.search(able, Random(0), inf if best is None else best.seconds)
     if found is not None:
         own = _planned(blocks, OWN, found.cut, found.schedule, found.stages)
         if best is None or own.seconds < best.seconds * (1 - WORTH):

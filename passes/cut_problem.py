@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -16,7 +17,7 @@ from ..ir.request import Request
 from ..jobs.job import PlanError, UnknownModule
 from ..partition.costs import send_seconds
 from ..partition.cut_cost import Cut, Hyperedge, Problem, Unit
-from .recompute import Regions, value_bytes
+from .recompute import Regions, marked, value_bytes
 
 Block = list[fx.Node]
 
@@ -33,7 +34,7 @@ def send_time(node: fx.Node, request: Request) -> float:
 def cut_problem(blocks: list[Block], request: Request) -> Problem:
     """Blocks as units, what they make for others as hyperedges."""
     of = {node: i for i, block in enumerate(blocks) for node in block}
-    regions = Regions(of)
+    regions = Regions(of, partial(_region, request.schedule.cut))
     known: set[fx.Node] = set()  # state that is counted already
     units, edges, apart = [], [], set()
     for i, block in enumerate(blocks):
@@ -71,6 +72,12 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
         in_ring=request.sums_in_ring,
         recomputes=lambda stage: request.carries(stage) == "recompute",
     )
+
+
+def _region(cut: Mapping[str, int] | None, node: fx.Node) -> object:
+    """What B computes again at once; a region that is cut into stages is several."""
+    region = marked(node)
+    return region if region is None or cut is None else (cut.get(node.name), region)
 
 
 def in_shards(problem: Problem, shards: int) -> Problem:

@@ -39,6 +39,9 @@ PER_LAYOUT = 150  # that a layout counts besides its jobs
 # Of a step, what a change may cost at first; more where units are few and large.
 HEAT, HEAT_OF_UNIT = 0.02, 0.4
 CLOSE = 0.002  # to the shortest step that can be, from which no search goes on
+# Of a step, what a search must save, and what it could save if it is to be a whole one;
+# others have at least a share of the budget.
+WORTH, MUCH, FLOOR = 0.005, 0.1, 0.3
 CHAINS = 3  # starts that are walked from
 LATE = 1 << 40  # more than any n of F and B
 CAPS = (-3, -2, -1, 0, 1, 2, None)  # of Place.more
@@ -194,12 +197,12 @@ class Layouts:
 
     @cached_property
     def _least(self) -> float:
-        """A step that is as good as none shorter: work, evenly shared."""
+        """A step that none is shorter than: work, evenly shared."""
         times = self._times
         work = sum(
             u.seconds * k for u, k in zip(self.problem.units, times, strict=True)
         )
-        return work / self.asked.workers * (1 + CLOSE)
+        return work / self.asked.workers
 
     @cached_property
     def _times(self) -> list[int]:
@@ -364,8 +367,15 @@ class Layouts:
 
     # The search
 
-    def search(self, starts: Sequence[Layout], random: Random) -> Found | None:
-        """The best layout that is found from these; None if all hold too much."""
+    def search(
+        self, starts: Sequence[Layout], random: Random, known: float = inf
+    ) -> Found | None:
+        """The best layout that is found from these; None if all hold too much, and if
+        none can save much of a known step."""
+        room = known * (1 - WORTH) / self._least - 1 if self._least else 0.0
+        if room <= 0:
+            return None
+        self.budget *= min(max(room / MUCH, FLOOR), 1.0)
         chains = []
         for start in starts:
             ran = self.run(start)
@@ -391,7 +401,7 @@ class Layouts:
         best = now = start
         hottest = HEAT + HEAT_OF_UNIT / len(self.members)
         total = self.budget - left
-        while self.budget > left and best.cost > self._least:
+        while self.budget > left and best.cost > self._least * (1 + CLOSE):
             heat = hottest * best.cost * ((self.budget - left) / total) ** 2
             changed = self._changed(now.layout, random)
             most = now.cost - heat * log(1.0 - random.random())
