@@ -13,7 +13,7 @@ from torch import fx
 from .checker.reference import Reference
 from .clock.arrivals import ahead_text
 from .clock.joint import fit_joint, joint_text
-from .draw.tables import ranges
+from .draw.tables import ranges, shorten
 from .draw.whole_stages import shard_text
 from .ir.facts import FACTS, Facts, facts
 from .ir.graphs import REPLICATED, Role, State, tensors
@@ -52,6 +52,7 @@ GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its fact
 )
 AFTER_SHARDS = GRAPH_PASSES.index(shard_stages) + 1
 STEP_PASSES = (order_jobs, *ORDERED)  # fill in the step of all workers
+LISTED = 120  # characters of a list of workers
 PARTS = 1 + len(GRAPH_PASSES) + len(STEP_PASSES)  # of planning; the first is the trace
 
 
@@ -234,9 +235,8 @@ def _updates(step: Step, request: Request) -> tuple[str, ...]:
         stages.setdefault(jobs.worker[number], {})[shard_text(stage)] = None
     if not stages:
         return ()
-    where = ", ".join(
-        f"{'+'.join(stages[worker])} on {worker}" for worker in sorted(stages)
-    )
+    each = [f"{'+'.join(stages[worker])} on {worker}" for worker in sorted(stages)]
+    where = shorten(each, LISTED)
     every = f"every {step.every} microbatches"
     if request.by_arrival:
         every = f"of each microbatch, {ahead_text(request.schedule.ahead)}"

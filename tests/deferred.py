@@ -3,8 +3,8 @@
 python -m tests.deferred [--ranks N]: under many schedules, losses and the trained state
 have the same bits; --ranks: over processes, each of which makes what it keeps alone.
 python -m tests.deferred --zoo: models and inputs of tests.zoo have the same bits.
-python -m tests.deferred --llama 80: plans Llama of 70 billion parameters on 8 workers,
-and fails if that takes 8 GiB.
+python -m tests.deferred --llama 70B --workers 64: plans a Llama on GPUs of hosts of 8,
+with AdamW; fails if that takes 8 GiB. --picture: draws the step, too.
 """
 
 from __future__ import annotations
@@ -130,35 +130,60 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def llama(layers: int) -> float:
-    """Builds and plans Llama 3's largest of its first kind, of so many layers; GiB."""
+LLAMAS = {
+    "7B": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+    "70B": {
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+def llama(name: str, workers: int, picture: str | None) -> float:
+    """Builds and plans a Llama with 1f1b, two microbatches a worker; GiB."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     start = time.perf_counter()
+    config = LlamaConfig(**LLAMAS[name], max_position_embeddings=8192, use_cache=False)
     with fxsched.deferred(draws=False):
-        model = Causal(
-            LlamaForCausalLM(
-                LlamaConfig(
-                    vocab_size=128256,
-                    hidden_size=8192,
-                    intermediate_size=28672,
-                    num_hidden_layers=layers,
-                    num_attention_heads=64,
-                    num_key_value_heads=8,
-                    max_position_embeddings=8192,
-                    use_cache=False,
-                )
-            )
-        )
+        model = Causal(LlamaForCausalLM(config))
+    optimizer = torch.optim.AdamW(model.parameters())
     built = time.perf_counter()
-    tokens = torch.zeros(8, 4096, dtype=torch.long)
-    plan = fxsched.plan(model, schedules.one_f_one_b(8, 8), tokens, tokens)
+    tokens = torch.zeros(2 * workers, 4096, dtype=torch.long)
+    hosts = [list(range(k, min(k + 8, workers))) for k in range(0, workers, 8)]
+    plan = fxsched.plan(
+        model,
+        schedules.one_f_one_b(workers, 2 * workers),
+        *(tokens, tokens),
+        device="H100",
+        network=fxsched.Network(
+            hosts, fxsched.Rate(450e9, 5e-6), fxsched.Rate(50e9, 2e-5)
+        ),
+        optimizer=optimizer,
+    )
     print(plan)
+    planned = time.perf_counter()
+    if picture:
+        plan.diagram().save(picture)
+    work = [data["forward"] + data["backward"] for _, data in plan.stages.nodes.items()]
     count = sum(parameter.numel() for parameter in model.parameters())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    drawn, slowest = time.perf_counter() - planned, max(work) * len(work) / sum(work)
     print(
         f"\n{count:,} parameters: built in {built - start:.1f} s, planned in "
-        f"{time.perf_counter() - built:.1f} s, peak {peak:.2f} GiB"
+        f"{planned - built:.1f} s, drawn in {drawn:.1f} s, peak {peak:.2f} GiB; the "
+        f"slowest stage takes {slowest:.3f} times as long as the mean"
     )
     return peak
 
@@ -178,11 +203,15 @@ class Causal(nn.Module):
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.deferred")
     parser.add_argument("--ranks", type=int, default=0)
-    parser.add_argument("--llama", type=int, default=0, metavar="LAYERS")
+    parser.add_argument("--llama", choices=list(LLAMAS))
+    parser.add_argument("--workers", type=int, default=8, help="of --llama (8)")
+    parser.add_argument(
+        "--picture", metavar="FILE", help="of --llama: an .svg or .html"
+    )
     parser.add_argument("--zoo", action="store_true")
     given = parser.parse_args()
     if given.llama:
-        return int(llama(given.llama) > 8)
+        return int(llama(given.llama, given.workers, given.picture) > 8)
     if given.zoo:
         return int(zoo() > 0)
     if given.ranks and not started_by_torchrun():

@@ -22,6 +22,7 @@ from .program_table import program_table
 from .tables import byte_text, first_rows, module_text, shorten, table, wrapped
 from .whole_stages import shard_text, whole_stage, whole_stages
 
+READERS = 64  # characters of a list of readers
 IDLE = 0.3  # of a step; from there on a plan's line says where to read why
 
 
@@ -135,11 +136,12 @@ def sending(jobs: Jobs) -> Set[tuple[int, int]]:
 
 def sends_text(stages: nx.DiGraph[int], stage: int, sent: Set[tuple[int, int]]) -> str:
     """Bytes to each stage that reads one on another worker; sent: see `sending`."""
-    return ", ".join(
+    readers = [
         f"{to}: {byte_text(data['bytes'])}"
         for _, to, data in stages.edges(stage, data=True)
         if to != stage and (stage, to) in sent
-    )
+    ]
+    return shorten(readers, READERS)
 
 
 def has_shards(stages: nx.DiGraph[int]) -> bool:

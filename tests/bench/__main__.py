@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..encoders import MODELS
 from . import (
     auto,
     choose,
@@ -172,6 +173,7 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     _add_language(parser)
     names = ["ddp", "gpipe", "1f1b", "interleaved", "zb_h1"]
     add("--schedules", nargs="+", default=names, help=f"({' '.join(names)})")
+    add("--model", choices=["gpt", *MODELS], default="gpt", help="(gpt)")
     add("--optimizer", action="store_true", help="AdamW, in the program")
     add("--steps", type=int, default=20, help="of each schedule (20)")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")

@@ -1,12 +1,18 @@
-"""Predicted against measured step time: what a plan says, and what a step takes."""
+"""Predicted against measured step time: what a plan says, and what a step takes.
+
+--model: a GPT of the given size, or one of tests/encoders.py. --schedules may have
+`recommended`, for what fxsched.recommend takes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,41 +23,35 @@ import fxsched
 from fxsched import schedules
 from fxsched.models.gpt import GPT, GPTConfig
 
+from ..encoders import MODELS, Asked
 from .measure import WARM, clear, slowest
 from .ours import recording
+
+RECOMMENDED = "recommended"
 
 
 def run(options: argparse.Namespace) -> int:
     """Every schedule's step: predicted from a profile of one microbatch, predicted from
     the durations of the jobs that ran, and measured, in turns."""
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    config = GPTConfig(
-        vocabulary=options.vocabulary,
-        length=options.length,
-        width=options.width,
-        layers=options.layers,
-        dropout=0.0,
-    )
-    shape = (options.batch, options.length)
-    tokens = torch.randint(options.vocabulary, shape)
-    target = torch.randint(options.vocabulary, shape)
-    count = options.microbatches
-    profile = fxsched.profile(GPT(config), tokens, target, microbatches=count)
+    (model, batch), count = _made(options), options.microbatches
+    profile = fxsched.profile(model, *batch, microbatches=count)
     world, rows = dist.get_world_size(), []
     racers = []
     for name in options.schedules:
-        schedule = schedules.LIBRARY[name](workers=world, microbatches=count)
+        if name == RECOMMENDED:
+            schedule = _recommended(model, batch, profile)
+        else:
+            schedule = schedules.LIBRARY[name](workers=world, microbatches=count)
         # a step that keeps its timeline also waits for all ranks: time another
         for record in (True, False):
-            torch.manual_seed(0)
-            model = GPT(config)
+            model, batch = _made(options)
             inside = None
             if options.optimizer:
                 inside = torch.optim.AdamW(model.parameters(), lr=1e-4)
             made = fxsched.backend(schedule, profile=profile, optimizer=inside)
             backend = fxsched.Backend(recording(made.options, record))
-            racers.append(Racer(name, model, backend, (tokens, target)))
+            racers.append(Racer(name, model, backend, batch))
     race(racers, options.steps)
     for recorded, timed in zip(racers[::2], racers[1::2], strict=True):
         measured = statistics.median(slowest(timed.seconds).tolist())
@@ -69,6 +69,44 @@ def run(options: argparse.Namespace) -> int:
             options.json.write_text(json.dumps(found))
     dist.destroy_process_group()
     return 0
+
+
+def _made(options: argparse.Namespace) -> Asked:
+    """The model with its inputs, the same each time and on each rank."""
+    torch.manual_seed(0)
+    if options.model in MODELS:
+        return MODELS[options.model]()
+    config = GPTConfig(
+        vocabulary=options.vocabulary,
+        length=options.length,
+        width=options.width,
+        layers=options.layers,
+        dropout=0.0,
+    )
+    shape = (options.batch, options.length)
+    words = (torch.randint(options.vocabulary, shape) for _ in range(2))
+    return Asked(GPT(config), tuple(words))
+
+
+def _recommended(
+    model: torch.nn.Module, batch: tuple[torch.Tensor, ...], profile: fxsched.Profile
+) -> fxsched.Schedule:
+    """What rank 0 recommends for all ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        text: list[str | None] = [None]
+        file = Path(folder) / "schedule.json"
+        if not dist.get_rank():
+            world = dist.get_world_size()
+            found = fxsched.recommend(model, world, *batch, profile=profile)
+            print(found, flush=True)
+            if found.schedule.workers == world:
+                found.schedule.save(file)
+                text = [file.read_text()]
+        dist.broadcast_object_list(text)
+        if text[0] is None:
+            raise SystemExit("one process is recommended, which isn't raced here")
+        file.write_text(text[0])
+        return fxsched.load_schedule(file)
 
 
 @dataclass
