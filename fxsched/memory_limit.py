@@ -60,21 +60,22 @@ def _limited(
 ) -> Iterator[Found]:
     """Plans that should be within the limit. What the estimates miss is seen on each
     plan, and the next one is made for a limit that is lower, or higher, by twice as
-    much, and lower by LESS at least, as blocks are large."""
-    target = planned = limit
+    much, and lower by LESS at least, as blocks are large; or for one halfway between
+    that of the last plan and one that no plan meets."""
+    target = met = limit
     for _ in range(ATTEMPTS):
         try:
             found = make(replace(request, memory_limit=target))
         except MemoryLimitError as error:
             if error.least > limit:
-                target = limit = error.least
-            elif target == planned:  # it was found already
+                target = met = limit = error.least
+            elif target == met:  # it was found already
                 return
             else:
-                target = (target + planned) / 2
+                target = (target + met) / 2
             continue
         yield found
-        planned = target
+        met = target
         if found.plan.schedule.cut is not None and _held(found) <= ALMOST * limit:
             request = replace(request, schedule=found.plan.schedule)
         if NEAR * limit <= _held(found) <= limit:

@@ -331,11 +331,7 @@ RUNS = {  # plans are the same whatever these are
 }
 NAMES = tuple(CHECKED)[1:]  # all but the schedule
 PLANNED = tuple(name for name in NAMES if name not in RUNS)
-OF_SCHEDULES = (
-    "workers",
-    "microbatches",
-    "split_backward",
-)  # no options, but arguments
+OF_SCHEDULES = "workers", "microbatches"  # arguments of schedules
 
 
 def conflicts(options: Options) -> Iterator[tuple[bool, str]]:

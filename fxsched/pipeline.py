@@ -13,7 +13,7 @@ from torch import fx
 from .checker.reference import Reference
 from .clock.arrivals import ahead_text
 from .clock.joint import fit_joint, joint_text
-from .draw.tables import ranges, shorten
+from .draw.tables import ranges
 from .draw.whole_stages import shard_text
 from .ir.facts import FACTS, Facts, facts
 from .ir.graphs import REPLICATED, Role, State, tensors
@@ -52,7 +52,7 @@ GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its fact
 )
 AFTER_SHARDS = GRAPH_PASSES.index(shard_stages) + 1
 STEP_PASSES = (order_jobs, *ORDERED)  # fill in the step of all workers
-LISTED = 120  # characters of a list of workers
+FEW = 8  # workers that are listed where each updates the stage of its number
 PARTS = 1 + len(GRAPH_PASSES) + len(STEP_PASSES)  # of planning; the first is the trace
 
 
@@ -235,8 +235,11 @@ def _updates(step: Step, request: Request) -> tuple[str, ...]:
         stages.setdefault(jobs.worker[number], {})[shard_text(stage)] = None
     if not stages:
         return ()
-    each = [f"{'+'.join(stages[worker])} on {worker}" for worker in sorted(stages)]
-    where = shorten(each, LISTED)
+    where = ", ".join(
+        f"{'+'.join(stages[worker])} on {worker}" for worker in sorted(stages)
+    )
+    if len(stages) > FEW and all(list(own) == [str(k)] for k, own in stages.items()):
+        where = f"each on the worker of its number, {ranges(sorted(stages))}"
     every = f"every {step.every} microbatches"
     if request.by_arrival:
         every = f"of each microbatch, {ahead_text(request.schedule.ahead)}"

@@ -132,12 +132,12 @@ def compare(
     effort = AGAIN if known else 1.0
     layouts = Layouts(problem, request.schedule, parts.phases, whole, limit, effort)
     ranked = sorted(range(len(planned)), key=lambda i: planned[i].seconds)
-    starts = [
+    starts = (
         layouts.start(cuts[i], planned[i].schedule, planned[i].stages) for i in ranked
-    ]
+    )
     best = next((planned[i] for i in ranked if planned[i].bytes <= limit), None)
-    able = [each for each in starts if each is not None]
-    found = layouts.search(able, Random(0), inf if best is None else best.seconds)
+    seconds = inf if best is None else best.seconds
+    found = layouts.search([s for s in starts if s is not None], Random(0), seconds)
     if found is not None:
         own = _planned(blocks, OWN, found.cut, found.schedule, found.stages)
         if best is None or own.seconds < best.seconds * (1 - WORTH):

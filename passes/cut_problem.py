@@ -124,8 +124,8 @@ def named_cut(problem: Problem, blocks: list[Block], request: Request) -> Cut:
     starts = {
         min(of[n] for n in nodes_inside(list(of), name, "stages")) for name in names
     }
-    for place in {maker for maker, _ in problem.apart}:
-        starts.add(min(r for maker, r in problem.apart if maker == place))
+    for marked_unit in {maker for maker, _ in problem.apart}:
+        starts.add(min(r for maker, r in problem.apart if maker == marked_unit))
     starts.discard(0)
     if len(names) == stages == len(starts):
         starts.remove(min(starts))  # what comes before the first named module joins it

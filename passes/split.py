@@ -6,7 +6,6 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import networkx as nx
@@ -421,19 +420,22 @@ def _modules(nodes: list[fx.Node], everywhere: Counter[str]) -> list[str]:
     everywhere: for each module, how many nodes it and its children have.
     """
     here = _count_modules(nodes)
-    names, seconds = dict[str, float](), 0.0
+    seconds, kept = dict[str, float](), set[str]()
     for node in nodes:
         prefixes = module_prefixes(node)
         whole = [p for p in prefixes if here[p] == everywhere[p]]
-        work = sum(of_node(node)["work"][1:3]) if "work" in of_node(node) else 0.0
-        seconds += work
+        name = f"{prefixes[-1]} (part)" if prefixes else ""
+        name = whole[0] if whole else name
+        work = of_node(node).get("work")
+        taken = work.forward + work.backward if work else 0.0
+        seconds[name] = seconds.get(name, 0.0) + taken
         read = {of_node(each).get("role") for each in node.all_input_nodes}
         if whole or Role.PARAMETER in read:
-            work = inf
-        if prefixes:
-            name = whole[0] if whole else f"{prefixes[-1]} (part)"
-            names[name] = names.get(name, 0.0) + work
-    return [name for name, work in names.items() if work >= LITTLE * seconds]
+            kept.add(name)
+    least = LITTLE * sum(seconds.values())
+    seconds.pop("", None)
+    found = [name for name in seconds if name in kept or seconds[name] >= least]
+    return found or list(seconds)
 
 
 def _count_modules(nodes: Iterable[fx.Node]) -> Counter[str]:

@@ -165,7 +165,8 @@ def llama(name: str, workers: int, picture: str | None) -> float:
     plan = fxsched.plan(
         model,
         schedules.one_f_one_b(workers, 2 * workers),
-        *(tokens, tokens),
+        tokens,
+        tokens,
         device="H100",
         network=fxsched.Network(
             hosts, fxsched.Rate(450e9, 5e-6), fxsched.Rate(50e9, 2e-5)
@@ -179,11 +180,13 @@ def llama(name: str, workers: int, picture: str | None) -> float:
     work = [data["forward"] + data["backward"] for _, data in plan.stages.nodes.items()]
     count = sum(parameter.numel() for parameter in model.parameters())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    drawn, slowest = time.perf_counter() - planned, max(work) * len(work) / sum(work)
+    drawn = time.perf_counter() - planned
+    slowest = max(work) * len(work) / sum(work)
     print(
         f"\n{count:,} parameters: built in {built - start:.1f} s, planned in "
-        f"{planned - built:.1f} s, drawn in {drawn:.1f} s, peak {peak:.2f} GiB; the "
-        f"slowest stage takes {slowest:.3f} times as long as the mean"
+        f"{planned - built:.1f} s, {f'drawn in {drawn:.1f} s, ' if picture else ''}"
+        f"peak {peak:.2f} GiB; the slowest stage takes {slowest:.3f} times as long as "
+        "the mean"
     )
     return peak
 

@@ -70,8 +70,8 @@ def fair_rates(
 class _Flow:
     """A message under way.
 
-    left: bytes that were left at `since`; since then it has had this rate. changes: how
-    often its rate was another.
+    left: bytes that were left at `since`; since then it has had this rate. changes: of
+        its rate; an end with another number is out of date.
     """
 
     resources: Sequence[Hashable]
@@ -89,10 +89,12 @@ class Flows:
 
     def __init__(self, capacity: Mapping[Hashable, float]) -> None:
         self.capacity = capacity
-        self.given: dict[int, tuple[Sequence[Hashable], float]] = {}  # yet to begin
+        self.given: dict[int, _Flow] = {}  # yet to begin
         self.flows: dict[int, _Flow] = {}
         self.users: dict[Hashable, dict[int, None]] = {}
-        self.changed: dict[Hashable, None] = {}  # resources with other users than then
+        self.changed: dict[
+            Hashable, None
+        ] = {}  # resources whose users changed since rates were shared
         self.now = 0.0
         self.events: list[tuple[float, bool, int, int]] = []
 
@@ -100,7 +102,7 @@ class Flows:
         self, number: int, when: float, resources: Sequence[Hashable], size: float
     ) -> None:
         """Says when the first of a message's bytes leaves, not before now."""
-        self.given[number] = resources, size
+        self.given[number] = _Flow(resources, size, when)
         heappush(self.events, (when, BEGINS, number, 0))
 
     def next(self) -> tuple[float, int] | None:
@@ -113,7 +115,7 @@ class Flows:
             when, kind, number, changes = heappop(self.events)
             if kind is BEGINS:
                 self.now = when
-                flow = self.flows[number] = _Flow(*self.given.pop(number), when)
+                flow = self.flows[number] = self.given.pop(number)
                 for name in flow.resources:
                     self.users.setdefault(name, {})[number] = None
                     self.changed[name] = None

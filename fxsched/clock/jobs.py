@@ -204,6 +204,13 @@ def weight_owners(jobs: Jobs) -> dict[int, list[int]]:
     return {stage: sorted(keepers[stage]) for stage in sorted(keepers)}
 
 
+def weights_stay(jobs: Jobs) -> bool:
+    """Whether each stage runs on one worker, which keeps its weights."""
+    _, keeper, worker = jobs.columns
+    alone = all(len(owners) == 1 for owners in weight_owners(jobs).values())
+    return alone and bool((keeper == worker).all())
+
+
 def source_of(owners: Sequence[int], keeper: int, here: int) -> int:
     """The worker that serves a group of weights to one job: the one that w names, if it
     keeps them, else the job's own, else the first owner. A tied parameter is kept by

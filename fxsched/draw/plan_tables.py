@@ -19,7 +19,15 @@ from ..jobs.user_values import counted
 from .memory_table import WorkerMemory, memory_tables
 from .palette import clock
 from .program_table import program_table
-from .tables import byte_text, first_rows, module_text, shorten, table, wrapped
+from .tables import (
+    byte_text,
+    first_rows,
+    module_text,
+    ranges,
+    shorten,
+    table,
+    wrapped,
+)
 from .whole_stages import shard_text, whole_stage, whole_stages
 
 READERS = 64  # characters of a list of readers
@@ -47,7 +55,7 @@ def plan_head(
     return [
         schedule_text(schedule, stages),
         *notes,
-        table(*_stage_table(whole_stages(stages), jobs)),
+        table(*_stage_table(whole_stages(stages), jobs, None)),
         table("weights|tensors|kept by|read by stages", rows),
     ]
 
@@ -99,7 +107,7 @@ def summary_text(
 
 
 def _stage_table(
-    stages: nx.DiGraph[int], jobs: Jobs
+    stages: nx.DiGraph[int], jobs: Jobs, limit: int | None = READERS
 ) -> tuple[str, list[tuple[object, ...]]]:
     """Headers, and the stages: modules, share of FLOPs, parameters, and bytes of a
     microbatch to other shards and to each reader."""
@@ -116,7 +124,7 @@ def _stage_table(
             f"{stages.nodes[s]['parameters']:,}",
             f"{100 * flops[s] / whole:.1f} %",
             *shard_cells(stages, s),
-            sends_text(stages, s, sent),
+            sends_text(stages, s, sent, limit),
         )
         for s in sorted(stages)
     ]
@@ -134,14 +142,23 @@ def sending(jobs: Jobs) -> Set[tuple[int, int]]:
     return found
 
 
-def sends_text(stages: nx.DiGraph[int], stage: int, sent: Set[tuple[int, int]]) -> str:
-    """Bytes to each stage that reads one on another worker; sent: see `sending`."""
-    readers = [
-        f"{to}: {byte_text(data['bytes'])}"
+def sends_text(
+    stages: nx.DiGraph[int],
+    stage: int,
+    sent: Set[tuple[int, int]],
+    limit: int | None = READERS,
+) -> str:
+    """Bytes to each stage that reads one on another worker, or to all of them together
+    in a text of more than `limit` characters; sent: see `sending`."""
+    sizes = {
+        to: data["bytes"]
         for _, to, data in stages.edges(stage, data=True)
         if to != stage and (stage, to) in sent
-    ]
-    return shorten(readers, READERS)
+    }
+    text = ", ".join(f"{to}: {byte_text(size)}" for to, size in sizes.items())
+    if limit is None or len(text) <= limit:
+        return text
+    return f"{ranges(sorted(sizes))}: {byte_text(sum(sizes.values()))} in all"
 
 
 def has_shards(stages: nx.DiGraph[int]) -> bool:

@@ -76,16 +76,17 @@ def columns(most: int = WIDTH) -> int:
 
 
 def wrapped(lines: Iterable[str], width: int | None = None) -> str:
-    """The lines in so many columns, what is left of an indented one further indented;
-    a longer path stays whole."""
+    """Lines in so many columns; what is left of an indented one is indented by two
+    more. Long paths stay whole."""
     whole = textwrap.TextWrapper(
         width or columns(), break_long_words=False, break_on_hyphens=False
     )
     parts = []
     for line in lines:
-        indent = len(line) - len(line.lstrip())
-        whole.subsequent_indent = " " * (indent + 2) if indent else ""
-        parts += whole.wrap(line)
+        text = line.lstrip()
+        whole.initial_indent = indent = line[: len(line) - len(text)]
+        whole.subsequent_indent = f"{indent}  " if indent else ""
+        parts += whole.wrap(text)
     return "\n".join(parts)
 
 

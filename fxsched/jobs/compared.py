@@ -43,9 +43,11 @@ class Compared(NamedTuple):
         best, within = self.best, self.within
         above = [each for each in self.candidates if each not in within]
         took = "one of these" if best.name == OWN else best.name
+        also = f"{self.tried} cuts and placements were compared with schedules of the "
+        if not self.tried:  # as none could be shorter by what makes it worth a search
+            also = "compared were schedules of the "
         text = (
-            f"{self.tried} cuts and placements were compared with schedules of the "
-            f"library: {_steps(within) or 'none'}; taken: {took}, "
+            f"{also}library: {_steps(within) or 'none'}; taken: {took}, "
             f"{best.seconds * 1e3:.4g} ms"
         )
         if above:

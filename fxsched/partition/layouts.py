@@ -39,9 +39,9 @@ PER_LAYOUT = 150  # that a layout counts besides its jobs
 # Of a step, what a change may cost at first; more where units are few and large.
 HEAT, HEAT_OF_UNIT = 0.02, 0.4
 CLOSE = 0.002  # to the shortest step that can be, from which no search goes on
-# Of a step, what a search must save, and what it could save if it is to be a whole one;
-# others have at least a share of the budget.
-WORTH, MUCH, FLOOR = 0.005, 0.1, 0.3
+WORTH = 0.005  # share of a step that a search must save
+MUCH = 0.1  # from this possible saving on, a search has the whole budget
+FLOOR = 0.3  # the least share of the budget
 CHAINS = 3  # starts that are walked from
 LATE = 1 << 40  # more than any n of F and B
 CAPS = (-3, -2, -1, 0, 1, 2, None)  # of Place.more
@@ -107,6 +107,9 @@ class Found(NamedTuple):
     stages: nx.DiGraph[int]
     seconds: float
     tried: int
+
+
+# What a layout's schedule is made of is data, which the plan cache can keep.
 
 
 @dataclass(frozen=True)
@@ -300,15 +303,15 @@ class Layouts:
     ) -> Schedule:
         microbatches, depth = self.asked.microbatches, stage_depths(stages)
         runs = (tuple(Placement(k, k) for k in place.workers) for place in places)
-        first, apart, each = oldest_microbatch_first(len(stages)), 2 * len(stages), 0
+        first = oldest_microbatch_first(len(stages))
+        apart = each = 2 * len(stages)
         if layout.longest:
-            first, apart = longest_way_first(stages, microbatches), microbatches
+            first = longest_way_first(stages, microbatches)
+            apart, each = microbatches, 1
         forward, backward = (
             [first(s, 0, d) for s in stages]
             for d in (Direction.FORWARD, Direction.BACKWARD)
         )
-        if places:
-            each = first(0, 1, Direction.FORWARD) - forward[0]
         late = [apart * place.lead for place in places]
         n = InSteps(tuple(map(add, forward, late)), tuple(backward), each)
         caps = (
@@ -371,8 +374,8 @@ class Layouts:
         self, starts: Sequence[Layout], random: Random, known: float = inf
     ) -> Found | None:
         """The best layout that is found from these; None if all hold too much, and if
-        none can save much of a known step."""
-        room = known * (1 - WORTH) / self._least - 1 if self._least else 0.0
+        none can be shorter by WORTH than a known step, the best candidate's."""
+        room = known * (1 - WORTH) / self._least - 1 if self._least else inf
         if room <= 0:
             return None
         self.budget *= min(max(room / MUCH, FLOOR), 1.0)

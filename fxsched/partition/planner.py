@@ -16,7 +16,7 @@ import networkx as nx
 from ..accounts.paper import held_memory, paper_step
 from ..accounts.times import step_times
 from ..clock.activations import most_in_flight
-from ..clock.jobs import weight_owners
+from ..clock.jobs import weights_stay
 from ..clock.joint import fit_joint
 from ..clock.memory import Memory
 from ..clock.stage_graph import (
@@ -119,8 +119,7 @@ def moved_seconds(schedule: Schedule, stages: nx.DiGraph[int]) -> float:
     if not events.complete:
         return float("inf")
     jobs = events.jobs
-    alone = all(len(owners) == 1 for owners in weight_owners(jobs).values())
-    if alone and list(jobs.keeper) == list(jobs.worker):
+    if weights_stay(jobs):
         return step_seconds(events)
     step = paper_step(schedule, stages, events)
     return step_times(step, stages, job_seconds(stages, jobs), None, True).end

@@ -106,13 +106,12 @@ class RecordedCallback:
 
 
 def settings(schedule: Schedule) -> Mapping[str, Any]:
-    """All of a schedule but what its functions answer."""
+    """All of a schedule but what its functions answer, and of its candidates."""
     functions = _functions(schedule)
+    values = vars(schedule) | {"candidates": tuple(map(settings, schedule.candidates))}
     return {
         name: "a function" if name in functions else value
-        for name, value in (
-            vars(schedule) | {"candidates": [*map(settings, schedule.candidates)]}
-        ).items()
+        for name, value in values.items()
         if value is not getattr(Schedule, name, None)
     }
 

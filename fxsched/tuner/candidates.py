@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import networkx as nx
 
+from ..clock.jobs import weights_stay
+from ..clock.stage_graph import stage_jobs
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
 from ..schedules import LIBRARY, STALE, replicate
@@ -112,16 +114,7 @@ def _stages(schedule: Schedule, graphs: Graphs) -> list[nx.DiGraph[int]]:
 
 def moves_weights(schedule: Schedule, stages: nx.DiGraph[int]) -> bool:
     """Whether weights are fetched, or gradients of several workers added up."""
-    for s in stages:
-        places = {
-            place
-            for b in range(schedule.microbatches)
-            for d in schedule.directions
-            for place in schedule.place(Job(s, b, d))[:2]
-        }
-        if len(places) > 1:
-            return True
-    return False
+    return not weights_stay(stage_jobs(schedule, stages))
 
 
 class Placed(NamedTuple):

@@ -144,10 +144,11 @@ def all_rates_anew(
     return ends
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("duplex", [2.0, 1.3])
 @pytest.mark.parametrize("seed", range(10))
 def test_rates_change_of_all_that_share_one_with_the_next(
-    seed: int, duplex: float
+    seed: int, duplex: float, together: bool
 ) -> None:
     draw = random.Random(seed)
     hosts = [[3 * host, 3 * host + 1, 3 * host + 2] for host in range(5)]
@@ -155,6 +156,10 @@ def test_rates_change_of_all_that_share_one_with_the_next(
     every = [(a, b) for a in range(15) for b in range(15) if a // 3 != b // 3]
     pairs = draw.sample(every, 25)
     messages = [(draw.uniform(0, 60), *p, draw.uniform(0, 99)) for p in pairs]
+    if together:  # many begin, and end, at the same time
+        messages = [
+            (20.0 * (t // 20), *p, 30.0 * (size // 30)) for t, *p, size in messages
+        ]
     wanted = all_rates_anew(network, messages)
     assert arrivals(network, messages) == pytest.approx(wanted)
 

@@ -10,13 +10,18 @@ import pytest
 
 from fxsched import Plan, PlanError, Schedule, plan, schedules, simulate
 from fxsched.clock.stage_graph import run_stages, step_seconds
+from fxsched.jobs.job import Direction, Job
 from fxsched.partition.cut_cost import Hyperedge, Problem, Unit
 from fxsched.partition.layouts import Layout, Layouts, Place
 from fxsched.partition.planner import most_held
+from fxsched.schedules.graph_schedule import longest_way_first
+from fxsched.schedules.orders import oldest_microbatch_first
 
 from ..annealing import State, anneal, order, step
 from ..bench.auto import blocks_of, planned
 from ..cases import gpt, mlp, two_tower
+
+F, B, *_ = Direction
 
 
 def branches(random: Random, count: int = 12) -> Problem:
@@ -66,6 +71,31 @@ def test_a_search_is_as_good_as_another_annealing(split: bool) -> None:
         timed = step_seconds(run_stages(*planned(found, blocks, state)))
         assert timed == pytest.approx(best)
     assert worst <= 1.03
+
+
+def test_a_search_is_as_long_as_what_it_may_save() -> None:
+    tried = []
+    for share in (1.0, 1.03, 2.0, inf):  # of a step that none is shorter than
+        found = layouts(branches(Random(0)), 2)
+        least = sum(unit.seconds for unit in found.problem.units) * 4 / 2
+        own = found.search([chain(found)], Random(0), known=share * least)
+        assert (own is None) == (share == 1.0)
+        tried.append(found.tried)
+    assert tried[0] == 0 < tried[1] < 0.5 * tried[2]
+    assert tried[2] == tried[3]
+
+
+@pytest.mark.parametrize("longest", [False, True])
+def test_an_order_is_the_same_for_all_microbatches(longest: bool) -> None:
+    found = layouts(branches(Random(1)), 3)
+    made = found.made(chain(found)._replace(longest=longest))
+    assert made is not None
+    schedule, stages, *_ = made
+    order = oldest_microbatch_first(len(stages))
+    if longest:
+        order = longest_way_first(stages, schedule.microbatches)
+    for job in (Job(s, b, d) for s in stages for b in range(4) for d in (F, B)):
+        assert schedule.n(*job) == order(*job)
 
 
 def test_the_annealing_times_states_as_the_clock_does() -> None:

@@ -180,6 +180,12 @@ def shifted(by: int, order: int = 1) -> Schedule:
     return Schedule(2, 4, 2, w, lambda s, b, d: order * b, name="mine")
 
 
+def offering(by: int, order: int) -> Schedule:
+    """A schedule with candidates, one of which is shifted."""
+    candidates = schedules.gpipe(2, 4), shifted(by, order)
+    return Schedule(2, 4, candidates=candidates, name="mine")
+
+
 def table(*workers: int) -> Schedule:
     """A w that knows no more stages than these."""
     return Schedule(2, 4, None, lambda s, b, d: (workers[s],) * 2, name="mine")
@@ -200,12 +206,13 @@ def table(*workers: int) -> Schedule:
             ),
         ),
         (lambda: (net(), shifted(0)), lambda: (net(2.0), shifted(0))),
+        (lambda: (net(), offering(0, 1)), lambda: (net(), offering(0, -1))),
         (
             lambda: (net(), shifted(0)),
             lambda: (net(carry="recompute"), shifted(0)),
         ),
     ],
-    ids=["w", "n", "stages", "in_flight", "model", "options"],
+    ids=["w", "n", "stages", "in_flight", "model", "candidate", "options"],
 )
 def test_what_differs_is_planned_anew(
     one: Callable[[], Any], other: Callable[[], Any], traces: list[None]

@@ -91,9 +91,12 @@ def test_places_in_the_file_are_used_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rooms, place = list[int](), parked._File.place
-    counted = lambda file, room: rooms.append(room) or place(file, room)  # noqa: E731
+
+    def counted(file: parked._File, room: int) -> int:
+        rooms.append(room)
+        return place(file, room)
+
     monkeypatch.setattr(parked._File, "place", counted)
-    parked._file.cache_clear()
     schedule = schedules.parked(schedules.gpipe(2, 4), "disk")
     for _ in range(4):  # in which workers may be further or less far apart
         step(schedule)
