@@ -288,12 +288,11 @@ def show_pictures(
     """Prints and writes the pictures that were asked for, which draw() makes."""
     width = shutil.get_terminal_size((100, 24)).columns
     text = options["text"]
-    text = _small(simulation, width) if text is None else text
+    large = _large(simulation, width)
+    text = not large if text is None else text
     if not text and not any(options[kind] for kind in ("svg", "html", "trace")):
         if options["text"] is None:
-            click.echo(
-                "\nThe diagram is too large to print unasked: use --text or --html"
-            )
+            click.echo(f"\n{wrapped([large])}")
         return
     diagram = draw()
     if text:
@@ -322,7 +321,15 @@ def terminal_text(diagram: Diagram) -> str:
     return diagram.text(color=terminal and "NO_COLOR" not in os.environ)
 
 
-def _small(simulation: Simulation, width: int) -> bool:
-    """Whether jobs can be told apart in a diagram as wide as the terminal."""
-    workers = len(simulation.workers)
-    return workers <= ROWS and 3 * len(simulation.timeline) <= workers * width
+def _large(simulation: Simulation, width: int) -> str:
+    """Why a diagram as wide as the terminal isn't printed unasked; "" if it is."""
+    workers, rest = len(simulation.workers), "--text prints it, and --html writes it"
+    if workers > ROWS:
+        return f"The diagram has {workers} rows: {rest}."
+    enough = -(-3 * len(simulation.timeline) // workers)
+    if enough <= width:
+        return ""
+    return (
+        f"In {width} columns the jobs of the diagram would be too narrow to be told "
+        f"apart, and {enough} are enough: {rest}."
+    )

@@ -53,7 +53,7 @@ def sections(details: Details) -> str:
         (
             "<p>Memory: weights, gradients, the optimizer's state, activations, and "
             "what a job needs while it runs.</p>",
-            "<h2>Stages, and the bytes that a microbatch sends between them</h2>",
+            "<h2>Stages, and the bytes of a microbatch that one passes to another</h2>",
             f'<div class="wide" id="stages">{stage_picture(details)}</div>',
             "<h2>Bytes of a step by link</h2>",
             f'<div class="wide" id="links">{links}</div>',
