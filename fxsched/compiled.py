@@ -9,6 +9,7 @@ import torch
 
 from .backend import Backend, backend
 from .jobs.schedule import Schedule
+from .options import named_in_errors
 from .plans.plan import Plan
 from .route import Route
 
@@ -27,7 +28,9 @@ def compile(model: Callable[..., Any], schedule: Schedule, **options: Any) -> Co
     on. If any of these has changed, the model is traced and planned again.
     Raises PlanError, with a line of your code, for a model that neither can trace.
     """
-    return Compiled(model, backend(schedule, **options))
+    with named_in_errors("compile"):
+        own = backend(schedule, **options)
+    return Compiled(model, own)
 
 
 class Compiled:

@@ -17,7 +17,7 @@ from .ir.modes import modes_after_errors
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import positive, shown
-from .options import PLANNED, Options, parted, with_names
+from .options import PLANNED, Options, named_in_errors, parted, with_names
 from .params.record import specs_of
 from .params.released import stand_in
 from .partition.measure import Profile, measure
@@ -41,7 +41,8 @@ def plan(
     """
     _check_model("plan", model)
     own, kwargs = parted("plan", model, PLANNED, kwargs)
-    options = Options(schedule, **own, transport="threads")
+    with named_in_errors("plan"):
+        options = Options(schedule, **own, transport="threads")
     try:
         torch.compile(model, backend=_PlanOnly(options))(*args, **kwargs)
     except _Planned as planned:

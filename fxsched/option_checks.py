@@ -76,8 +76,8 @@ def checked_schedule(name: str, schedule: object) -> Schedule:
     if isinstance(schedule, str) and schedule in LIBRARY:
         such = f"{LIBRARY[schedule].__name__}(..)"
         by_name = (
-            ', or name it: torch.compile(model, backend="fxsched", options={"schedule":'
-            f' "{schedule}", "workers": 2, "microbatches": 4}})'
+            '; torch.compile(model, backend="fxsched", options={"schedule": '
+            f'"{schedule}", "workers": 2, "microbatches": 4}}) takes a name'
         )
     raise PlanError(
         f"backend(schedule={shown(schedule)}): give a Schedule, such as "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property, wraps
 from os import PathLike
@@ -447,6 +448,18 @@ def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
             f"{name}= is about updates in the program; give it the optimizer too, "
             "backend(schedule, optimizer=optimizer)",
         )
+
+
+@contextmanager
+def named_in_errors(call: str) -> Iterator[None]:
+    """What is wrong with an option is said of the call that it was given to."""
+    try:
+        yield
+    except PlanError as error:
+        text = str(error)
+        if text.startswith("backend("):
+            error.args = (text.replace("backend(", f"{call}(", 1), *error.args[1:])
+        raise
 
 
 def takes_options(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -286,13 +286,18 @@ def show_pictures(
     simulation: Simulation, options: Mapping[str, Any], draw: Callable[[], Diagram]
 ) -> None:
     """Prints and writes the pictures that were asked for, which draw() makes."""
-    width = shutil.get_terminal_size((100, 24)).columns
-    text = options["text"]
-    large = _large(simulation, width)
-    text = not large if text is None else text
-    if not text and not any(options[kind] for kind in ("svg", "html", "trace")):
-        if options["text"] is None:
-            click.echo(f"\n{wrapped([large])}")
+    draw, text, large = cache(draw), options["text"], ""
+    if text is None:
+        workers, rest = len(simulation.workers), "--text prints it, --html writes it"
+        if workers > ROWS:
+            large = f"The diagram has {workers} rows: {rest}."
+        elif hint := draw().unseen():
+            large = f"Jobs of the diagram are shorter than a character: {rest}. {hint}"
+        text = not large
+    files = any(options[kind] for kind in ("svg", "html", "trace"))
+    if large and not files:
+        click.echo(f"\n{wrapped([large])}")
+    if not text and not files:
         return
     diagram = draw()
     if text:
@@ -319,17 +324,3 @@ def terminal_text(diagram: Diagram) -> str:
     """A picture for the terminal, as wide as it is, and in colours unless refused."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
     return diagram.text(color=terminal and "NO_COLOR" not in os.environ)
-
-
-def _large(simulation: Simulation, width: int) -> str:
-    """Why a diagram as wide as the terminal isn't printed unasked; "" if it is."""
-    workers, rest = len(simulation.workers), "--text prints it, and --html writes it"
-    if workers > ROWS:
-        return f"The diagram has {workers} rows: {rest}."
-    enough = -(-3 * len(simulation.timeline) // workers)
-    if enough <= width:
-        return ""
-    return (
-        f"In {width} columns the jobs of the diagram would be too narrow to be told "
-        f"apart, and {enough} are enough: {rest}."
-    )

@@ -18,6 +18,13 @@ from .palette import Clock, clock
 from .plan_page import Details
 from .timeline_arrays import Bars, bars_of
 
+WIDEN = "widen the terminal or set COLUMNS={}"
+
+
+def terminal_columns() -> int:
+    """How wide the terminal is, or else 100."""
+    return shutil.get_terminal_size((100, 24)).columns
+
 
 @dataclass(frozen=True, eq=False)
 class Diagram:
@@ -68,11 +75,14 @@ class Diagram:
             )
         wider = "use text({})"
         if width is None:
-            width = shutil.get_terminal_size((100, 24)).columns
-            wider = "widen the terminal or set COLUMNS={}"
+            width, wider = terminal_columns(), WIDEN
         heading = ": ".join(filter(None, self._heading))
         placed = self.bars, heading, self._clock, width, color
         return text_diagram.render(*placed, wider)
+
+    def unseen(self) -> str:
+        """How wide a terminal shows each job as text; empty if this one does."""
+        return text_diagram.unseen(self.bars, terminal_columns(), WIDEN)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes a file in the format of its extension: .svg, .html or .txt.

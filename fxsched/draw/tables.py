@@ -24,7 +24,10 @@ GAP = 2  # columns between those of a table, if there is room
 PAD = 2  # columns that a heading has more than its text, if there is room
 ROWS = 16  # of stages, and of workers, that a summary shows
 LEAST = 8  # characters that a cell keeps where a table is made to fit
-WORDS = re.compile(r"(?<= )|(?<=[_.])(?=[^\W\d_])")  # where a cell may be wrapped
+UNIT = r"(?:%|[KMGTP]?i?B|[mµ]?s)(?![\w/])"  # stays with its number
+AFTER_NUMBER = re.compile(rf"(?<=\d) (?={UNIT})")
+# Where a cell may be wrapped.
+WORDS = re.compile(rf"(?<=\D )|(?<=\d )(?!{UNIT})|(?<=[_.])(?=[^\W\d_])")
 NAMES = 48  # characters of a list of names
 ENDS = 16  # from so many on, a beginning and an end say more than an end
 
@@ -86,7 +89,8 @@ def wrapped(lines: Iterable[str], width: int | None = None) -> str:
         text = line.lstrip()
         whole.initial_indent = indent = line[: len(line) - len(text)]
         whole.subsequent_indent = f"{indent}  " if indent else ""
-        parts += whole.wrap(text)
+        kept = AFTER_NUMBER.sub("\N{NO-BREAK SPACE}", text)
+        parts += [each.replace("\N{NO-BREAK SPACE}", " ") for each in whole.wrap(kept)]
     return "\n".join(parts)
 
 

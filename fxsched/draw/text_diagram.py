@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -31,7 +31,7 @@ def render(
     """
     rows = min(bars.workers, ROWS)
     names = _names(bars.workers, rows)
-    margin = max(map(len, ["worker", *names])) + 2
+    margin = _margin(names)
     room = max(width - margin, LEAST)
     columns = _columns(bars, room)
     cells = Cells(bars, rows, columns)
@@ -46,6 +46,30 @@ def render(
     return "\n".join(line.rstrip() for line in lines)
 
 
+def unseen(bars: Bars, width: int, wider: str) -> str:
+    """How wide a picture shows each job, if one of so many characters doesn't."""
+    margin = _margin(_names(bars.workers, min(bars.workers, ROWS)))
+    columns = _columns(bars, max(width - margin, LEAST))
+    return "" if _drawn(bars, columns) else _to_see_each(bars, columns, margin, wider)
+
+
+def _margin(names: Sequence[str]) -> int:
+    return max(map(len, ["worker", *names])) + 2
+
+
+def _drawn(bars: Bars, columns: int) -> bool:
+    """Whether each job has a character, but for some that are short."""
+    times = bars.end - bars.start
+    usual = float(np.median(times)) if len(times) else 0.0
+    return bars.workers <= ROWS and usual * columns >= bars.span
+
+
+def _to_see_each(bars: Bars, columns: int, margin: int, wider: str) -> str:
+    shortest = _shortest(bars) * (bars.workers <= ROWS)
+    each = math.ceil(bars.span / shortest) if shortest else 0
+    return f"To see each job, {_way(wider, margin + each)}." if each > columns else ""
+
+
 def _names(workers: int, rows: int) -> list[str]:
     """The worker of each row, or its first and last."""
     first = [-(-row * workers // rows) for row in range(rows + 1)]
@@ -57,10 +81,8 @@ def _key(bars: Bars, cells: Cells, margin: int, wider: str) -> list[str]:
     words = [f"{LETTERS[d]} {NAMES[d]}" for d in bars.directions]
     if cells.labels is None:
         key = f"{', '.join(words)}, as most of a character's time; dots: idle"
-        shortest = _shortest(bars) * (cells.shape[0] == bars.workers)
-        each = math.ceil(bars.span / shortest) if shortest else 0
-        hint = f"To see each job, {_way(wider, margin + each)}."
-        return [key, *[hint] * (each > cells.shape[1])]
+        hint = _to_see_each(bars, cells.shape[1], margin, wider)
+        return [key, *[hint] * bool(hint)]
     texts, least, whole, room = cells.labels
     drawn = [i for i, text in enumerate(texts) if text]
     for i in sorted(drawn, key=lambda i: int(bars.direction[i]))[:1]:  # explains one
@@ -111,9 +133,7 @@ class Cells:
         self.text = np.full((rows, columns), IDLE)
         self.ground = np.full((rows, columns, 3), -1)
         self.colours = palette(bars.microbatches, bars.meets)
-        times = bars.end - bars.start
-        usual = float(np.median(times)) if len(times) else 0.0
-        alone = rows == bars.workers and usual * columns >= bars.span
+        alone = _drawn(bars, columns)
         self.labels: Labels | None = None  # unless each job is drawn
         self.lost = False  # whether some jobs have no character
         if len(bars) and bars.span and alone:

@@ -23,7 +23,7 @@ from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import shown
-from ..options import NAMES, Options, parted, with_names
+from ..options import NAMES, Options, named_in_errors, parted, with_names
 from ..placement.row_warnings import RowsWarning
 from ..planning import TracedCall, traced_call
 from ..runtime.step import Step
@@ -92,7 +92,8 @@ def verify(
             "or None where that is the loss"
         )
     own, options = parted("verify", model, NAMES, options)
-    given = Options(schedule, **{**own, "transport": "threads"})
+    with named_in_errors("verify"):
+        given = Options(schedule, **{**own, "transport": "threads"})
     call = _Call(model, inputs, options, loss)
     found = _compared(call, given)
     note = ""

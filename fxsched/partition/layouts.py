@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import nsmallest
 from math import inf, log
 from operator import add
 from random import Random
@@ -21,7 +22,7 @@ import networkx as nx
 
 from ..accounts.paper import held_memory
 from ..clock.joint import fit_joint, flow_order
-from ..clock.stage_graph import run_stages
+from ..clock.stage_graph import run_stages, stage_jobs
 from ..clock.timeline import Timeline
 from ..jobs.job import Direction, Job, Placement
 from ..jobs.own_caps import OwnCaps
@@ -29,6 +30,7 @@ from ..jobs.schedule import Schedule
 from ..schedules.graph_schedule import longest_way_first, stage_depths
 from ..schedules.orders import oldest_microbatch_first
 from .cut_cost import Cut, Problem
+from .job_orders import JobOrders, Ordered
 from .partitioner import join_light, joined, part_of
 from .planner import stage_graph
 
@@ -43,6 +45,11 @@ WORTH = 0.005  # share of a step that a search must save
 MUCH = 0.1  # from this possible saving on, a search has the whole budget
 FLOOR = 0.3  # the least share of the budget
 CHAINS = 3  # starts that are walked from
+# Then orders of jobs are walked: jobs on the clock, of which one half is for so many
+# changes of each of so many layouts, the other for some of the best; units are stages
+# of their own where they have few jobs; and the share of a step that this must save.
+ORDERED, FIRST, SHORT, STARTS, FINISHED = 10e6, 0.7, 3000, 50, 3
+FEW_JOBS, WORTH_ORDER = 100, 0.01
 LATE = 1 << 40  # more than any n of F and B
 CAPS = (-3, -2, -1, 0, 1, 2, None)  # of Place.more
 LEADS = (-2, -1, 0, 0, 1, 2)
@@ -166,6 +173,7 @@ class Layouts:
     limit: float
     effort: float = 1.0
     tried: int = field(default=0, init=False)
+    seen: dict[tuple[Any, ...], _Walk] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         """Joins light units, those of each phase among themselves."""
@@ -331,8 +339,9 @@ class Layouts:
     def run(self, layout: Layout) -> Ran | None:
         """Runs a layout on the clock; None if it can't be, or in_flight stops it."""
         made = self.made(layout)
-        if made is None:
-            return None
+        return None if made is None else self._ran(made)
+
+    def _ran(self, made: Made) -> Ran | None:
         schedule, stages, _, workers = made
         self.tried += 1
         self.budget -= PER_LAYOUT + 2 * len(stages) * schedule.microbatches
@@ -378,12 +387,13 @@ class Layouts:
         room = known * (1 - WORTH) / self._least - 1 if self._least else inf
         if room <= 0:
             return None
-        self.budget *= min(max(room / MUCH, FLOOR), 1.0)
+        share = min(max(room / MUCH, FLOOR), 1.0)
+        self.budget *= share
         chains = []
         for start in starts:
             ran = self.run(start)
             if ran is not None:
-                chains.append(_Walk(self.cost(ran), ran.seconds, start))
+                chains.append(self._noted(ran, start))
         chains.sort(key=_cost)
         best, total = None, self.budget
         for i, walk in enumerate(chains[:CHAINS]):
@@ -392,12 +402,79 @@ class Layouts:
         if best is None:
             return None
         best = min(best, self._anneal(best, 0.0, random), key=_cost)
-        ran = self.run(best.layout)
-        if ran is None or best.cost > best.seconds:
+        ran = self.run(best.layout) if best.cost <= best.seconds else None
+        known, budget = inf if ran is None else best.seconds, self.effort * share
+        ran = self._in_order(known, budget * ORDERED, random) or ran
+        if ran is None:
             return None
         schedule, stages, cut, _ = ran.made
         fine = tuple(cut[unit] for unit in self.of)
-        return Found(fine, schedule, stages, best.seconds, self.tried)
+        return Found(fine, schedule, stages, ran.seconds, self.tried)
+
+    def _noted(self, ran: Ran, layout: Layout) -> _Walk:
+        """The layout with its cost, which is kept if it is the least of its kind."""
+        walk = _Walk(self.cost(ran), ran.seconds, layout)
+        key = layout.cut, *(place.workers for place in layout.places)
+        if self._few:  # where cuts don't matter
+            key = tuple(layout.places[s].workers for s in layout.cut)
+        if key not in self.seen or walk.cost < self.seen[key].cost:
+            self.seen[key] = walk
+        return walk
+
+    @cached_property
+    def _few(self) -> bool:
+        """Whether each unit can be a stage."""
+        jobs = sum(self._times) * len(self.asked.directions)
+        return jobs <= FEW_JOBS and not self.whole and self.asked.stages is None
+
+    def _in_order(self, known: float, budget: float, random: Random) -> Ran | None:
+        """The layout with the best order of jobs that is found; None if it isn't
+        shorter than a known step by WORTH_ORDER. budget: jobs on the clock."""
+        if known <= self._least * (1 + WORTH_ORDER):
+            return None
+        walked: list[tuple[Ordered, JobOrders, Made]] = []
+        for walk in nsmallest(STARTS, self.seen.values(), key=_cost_alone):
+            ran = self.run(walk.layout)
+            assert ran is not None, "it ran before"
+            made, order = ran.made, ran.events.order
+            if self._few:
+                made, order = self._fine(ran)
+            jobs = JobOrders(made.schedule, made.stages, self.limit)
+            runs = tuple(map(tuple, made.workers))
+            walked.append((jobs.walk(runs, order, SHORT, random), jobs, made))
+            if len(walked) * SHORT * len(order) > budget * FIRST:
+                break
+        walked.sort(key=_seconds)
+        for ordered, jobs, made in walked[:FINISHED]:
+            changes = int(budget * (1 - FIRST) / FINISHED / len(ordered.order))
+            again = jobs.walk(ordered.runs, ordered.order, changes, random)
+            walked.append((again, jobs, made))
+        ordered, jobs, made = min(walked, key=_seconds)
+        if ordered.seconds > known * (1 - WORTH_ORDER):
+            return None
+        w = InTurns(tuple(tuple(Placement(k, k) for k in own) for own in ordered.runs))
+        n = jobs.in_order(ordered.order)
+        schedule = replace(made.schedule, w=w, n=n, in_flight=None, in_order=True)
+        made = made._replace(schedule=schedule, workers=ordered.runs)
+        ran = self._ran(made)
+        return ran if ran is not None and self.cost(ran) <= ran.seconds else None
+
+    def _fine(self, ran: Ran) -> tuple[Made, list[int]]:
+        """Each unit as a stage, and the order of their jobs."""
+        cut, old = ran.made.cut, ran.events.jobs
+        where = [Place(tuple(ran.made.workers[s])) for s in cut]
+        made = self.made(Layout(tuple(range(len(cut))), tuple(where)))
+        assert made is not None, "units don't read each other in a circle"
+        jobs = stage_jobs(made.schedule, made.stages)
+        inside: list[list[int]] = [[] for _ in ran.made.workers]
+        for u in self.order:
+            inside[cut[u]].append(made.cut[u])
+        order = []
+        for s, b, d in map(old.job, ran.events.order):
+            units = inside[s] if d is Direction.FORWARD else inside[s][::-1]
+            kinds = (jobs.at.get((u, d)) for u in units)  # some have no B
+            order += [jobs.find(kind, b) for kind in kinds if kind is not None]
+        return made, order
 
     def _anneal(self, start: _Walk, left: float, random: Random) -> _Walk:
         """The best layout on a walk; left: what stays of the budget."""
@@ -412,10 +489,11 @@ class Layouts:
                 self.budget -= PER_LAYOUT / 5
                 continue
             ran = self.run(changed)
-            if ran is None or ran.seconds > most or (cost := self.cost(ran)) > most:
+            if ran is None or ran.seconds > most:
                 continue
-            now = _Walk(cost, ran.seconds, changed)
-            best = min(best, now, key=_cost)
+            walk = self._noted(ran, changed)
+            if walk.cost <= most:
+                now, best = walk, min(best, walk, key=_cost)
         return best
 
     def _changed(self, layout: Layout, random: Random) -> Layout | None:
@@ -523,6 +601,14 @@ class Layouts:
 def _cost(walk: _Walk) -> tuple[bool, float]:
     """Those within the limit are better than all others."""
     return walk.cost > walk.seconds, walk.cost
+
+
+def _cost_alone(walk: _Walk) -> float:
+    return walk.cost
+
+
+def _seconds(walked: tuple[Ordered, JobOrders, Made]) -> float:
+    return walked[0].seconds
 
 
 def _with(layout: Layout, stage: int, **changes: Any) -> Layout:

@@ -189,12 +189,12 @@ CALLS: list[tuple[str, Callable[[], Any], str]] = [
     (
         "model and schedule in the other order",
         lambda: fxsched.compile(PIPE, Loss()),
-        r"backend\(schedule=a Loss\): give a Schedule",
+        r"compile\(schedule=a Loss\): give a Schedule",
     ),
     (
         "inputs before the schedule",
         lambda: fxsched.explain(Loss(), X, PIPE),
-        r"backend\(schedule=a Tensor\): give a Schedule",
+        r"plan\(schedule=a Tensor\): give a Schedule",
     ),
     (
         "a schedule before the model",
