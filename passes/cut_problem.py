@@ -20,6 +20,7 @@ from ..partition.cut_cost import Cut, Hyperedge, Problem, Unit
 from .recompute import Regions, marked, value_bytes
 
 Block = list[fx.Node]
+INSTANT = 1e-12  # seconds of a B that takes none, such as that of a sum
 
 
 def send_time(node: fx.Node, request: Request) -> float:
@@ -42,10 +43,11 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
         state = {p for n in block for p in n.all_input_nodes if _is_state(p)} - known
         known |= state
         gradients = sum(_gradient_bytes(p, request.gradient_dtype) for p in state)
+        least = INSTANT * any(map(_has_gradient, block))
         units.append(
             Unit(
                 sum(w.forward for w in work),
-                sum(w.backward for w in work) + regions.again(block),
+                max(sum(w.backward for w in work) + regions.again(block), least),
                 regions.held(block),
                 sum(of_node(p)["val"].nbytes for p in state) + gradients,
                 gradients,
@@ -58,7 +60,7 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
             readers = tuple(sorted({of[u] for u in node.users if u in of} - {i}))
             if readers:
                 there = send_time(node, request)
-                gradient = any(t.requires_grad for t in tensors(of_node(node)["val"]))
+                gradient = _has_gradient(node)
                 edges.append(
                     Hyperedge(i, readers, there, there * gradient, value_bytes(node))
                 )
@@ -86,6 +88,10 @@ def in_shards(problem: Problem, shards: int) -> Problem:
         return problem
     units = (Unit(*(each / shards for each in unit)) for unit in problem.units)
     return replace(problem, units=tuple(units))
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    return any(t.requires_grad for t in tensors(of_node(node)["val"]))
 
 
 def _is_state(node: fx.Node) -> bool:

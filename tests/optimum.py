@@ -4,8 +4,7 @@
 2 to 4 microbatches, all with a limit of memory. In the model of CP-SAT each block is a
 stage: jobs take no time besides that of their blocks, so no other cut has a shorter
 step. It chooses the worker of each block and the start of each job. auto may be ahead,
-as several workers can take microbatches of a stage in turns. Needs ortools, of the
-extra "optimum".
+as several workers can take microbatches of a stage in turns.
 """
 
 from __future__ import annotations

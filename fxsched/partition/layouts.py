@@ -44,12 +44,13 @@ CLOSE = 0.002  # to the shortest step that can be, from which no search goes on
 WORTH = 0.005  # share of a step that a search must save
 MUCH = 0.1  # from this possible saving on, a search has the whole budget
 FLOOR = 0.3  # the least share of the budget
+PRICE = 3
 CHAINS = 3  # starts that are walked from
-# Then orders of jobs are walked: jobs on the clock, of which one half is for so many
-# changes of each of so many layouts, the other for some of the best; units are stages
-# of their own where they have few jobs; and the share of a step that this must save.
-ORDERED, FIRST, SHORT, STARTS, FINISHED = 10e6, 0.7, 3000, 50, 3
-FEW_JOBS, WORTH_ORDER = 100, 0.01
+# Then orders of few jobs are walked: how many jobs run on the clock, of which the share
+# FIRST is for SHORT changes of each of STARTS layouts, the rest for the best of them.
+ORDERED, FIRST, SHORT, STARTS, FINISHED = 14e6, 0.7, 3000, 50, 4
+FEW_JOBS, MANY_JOBS = 100, 200  # of which units are stages, and that are walked
+WORTH_ORDER = 0.01  # share of a step that an order must save
 LATE = 1 << 40  # more than any n of F and B
 CAPS = (-3, -2, -1, 0, 1, 2, None)  # of Place.more
 LEADS = (-2, -1, 0, 0, 1, 2)
@@ -369,13 +370,14 @@ class Layouts:
         return max(load)
 
     def cost(self, ran: Ran) -> float:
-        """Seconds, and as much of them again as a worker holds above the limit."""
+        """Seconds, and PRICE times the share of them that a worker holds above the
+        limit."""
         if self.limit == inf:
             return ran.seconds
         schedule, stages, *_ = ran.made
         held = held_memory(schedule, stages, ran.events)
         most = max(memory.total for memory in held)
-        return ran.seconds * max(1.0, most / self.limit)
+        return ran.seconds * (1 + PRICE * max(0.0, most / self.limit - 1))
 
     # The search
 
@@ -436,14 +438,19 @@ class Layouts:
         for walk in nsmallest(STARTS, self.seen.values(), key=_cost_alone):
             ran = self.run(walk.layout)
             assert ran is not None, "it ran before"
-            made, order = ran.made, ran.events.order
+            made, regular = ran.made, ran.events.jobs.regular
+            order = [j for j in ran.events.order if j < regular]  # without updates
             if self._few:
-                made, order = self._fine(ran)
+                made, order = self._fine(ran, order)
+            if len(order) > MANY_JOBS:
+                continue
             jobs = JobOrders(made.schedule, made.stages, self.limit)
             runs = tuple(map(tuple, made.workers))
             walked.append((jobs.walk(runs, order, SHORT, random), jobs, made))
             if len(walked) * SHORT * len(order) > budget * FIRST:
                 break
+        if not walked:
+            return None
         walked.sort(key=_seconds)
         for ordered, jobs, made in walked[:FINISHED]:
             changes = int(budget * (1 - FIRST) / FINISHED / len(ordered.order))
@@ -459,8 +466,8 @@ class Layouts:
         ran = self._ran(made)
         return ran if ran is not None and self.cost(ran) <= ran.seconds else None
 
-    def _fine(self, ran: Ran) -> tuple[Made, list[int]]:
-        """Each unit as a stage, and the order of their jobs."""
+    def _fine(self, ran: Ran, order: Sequence[int]) -> tuple[Made, list[int]]:
+        """Each unit as a stage, and an order of jobs as one of theirs."""
         cut, old = ran.made.cut, ran.events.jobs
         where = [Place(tuple(ran.made.workers[s])) for s in cut]
         made = self.made(Layout(tuple(range(len(cut))), tuple(where)))
@@ -469,12 +476,12 @@ class Layouts:
         inside: list[list[int]] = [[] for _ in ran.made.workers]
         for u in self.order:
             inside[cut[u]].append(made.cut[u])
-        order = []
-        for s, b, d in map(old.job, ran.events.order):
+        fine = []
+        for s, b, d in map(old.job, order):
             units = inside[s] if d is Direction.FORWARD else inside[s][::-1]
             kinds = (jobs.at.get((u, d)) for u in units)  # some have no B
-            order += [jobs.find(kind, b) for kind in kinds if kind is not None]
-        return made, order
+            fine += [jobs.find(kind, b) for kind in kinds if kind is not None]
+        return made, fine
 
     def _anneal(self, start: _Walk, left: float, random: Random) -> _Walk:
         """The best layout on a walk; left: what stays of the budget."""

@@ -115,7 +115,7 @@ def test_what_is_no_network_is_refused(tmp_path: Path) -> None:
         '{"hosts": [[0]], "inside": {"bandwidth": 0}, "between": {"bandwidth": 1}}'
     )
     for network, message in (
-        (3, r"backend\(network=3\): give a fxsched.Network or Link, a file that"),
+        (3, r"plan\(network=3\): give a fxsched.Network or Link, a file that"),
         (between(1, [[0, 1], [2]]), r"has 3 workers, but the schedule has 2"),
         (tmp_path / "none.json", r"none.json: No such file .*; give a file that `fxs"),
         (tmp_path / "no.json", r"no.json holds no network: 'inside'; give a file"),
