@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -236,8 +236,11 @@ class _Verified(Backend):
 
     def drawn(self) -> tuple[TracedCall, Numbers]:
         """The microbatch, traced once more, and the random numbers of the last step."""
+        options, schedule = self.options, self.made.plan.schedule
+        if schedule.cut is not None:  # found within the limit, if there is one
+            options = replace(options, schedule=schedule, memory_limit=None)
         with torch.enable_grad(), modes_after_errors():
-            traced = traced_call(self.gm, self.args, self.options)
+            traced = traced_call(self.gm, self.args, options)
             numbers = Numbers(self.made.base, traced.batch.microbatches)
             if self.made.plan.draws:
                 OnParts(traced, list(map(copied, self.args)), numbers).run()

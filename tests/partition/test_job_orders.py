@@ -7,9 +7,11 @@ from random import Random
 
 import pytest
 
+from fxsched import plan, schedules, verify
 from fxsched.accounts.paper import held_memory
 from fxsched.partition.job_orders import JobOrders
 
+from ..cases import gpt
 from ..optimum import case, optimum, searched
 from .test_layouts import branches, chain, layouts
 
@@ -42,3 +44,12 @@ def test_where_orders_of_jobs_matter_a_search_finds_what_is_optimal() -> None:
         each = case(number)
         best, proven = optimum(each, 60)
         assert proven and searched(each) <= 1.03 * best
+
+
+def test_a_strict_order_that_is_found_under_a_limit_equals_eager() -> None:
+    model, inputs = gpt()
+    schedule = schedules.auto(2, 4, split_backward=True)
+    free = plan(model, schedule, *inputs)
+    limit = 0.7 * max(peaks.at_once.total for peaks in free.memory)
+    assert plan(model, schedule, *inputs, memory_limit=limit).schedule.in_order
+    assert verify(model, schedule, *inputs, memory_limit=limit).passed
