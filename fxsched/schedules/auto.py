@@ -39,7 +39,8 @@ def auto(workers: int, microbatches: int, split_backward: bool = False) -> Sched
     It plans the schedules of the library, each with its own cut, and takes the one with
     the shortest predicted step. By simulated annealing it then moves blocks between
     stages, and stages between workers; it cuts stages in two, joins them, and has
-    several workers compute a stage in turns. plan.explain() lists what was compared.
+    several workers compute a stage in turns; where there are few jobs, it moves single
+    jobs. plan.explain() lists what was compared.
 
     Without a memory limit, no worker holds more than a tenth above what one holds under
     graph. On stages that are there already, as those of backend(stages=) or simulate,
