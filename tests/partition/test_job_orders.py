@@ -23,7 +23,7 @@ def test_an_order_takes_and_holds_what_the_clock_says(split: bool) -> None:
         found = layouts(branches(random), 2 + seed % 2, split)
         layout = chain(found)
         for _ in range(30):
-            changed = found._changed(layout, random)
+            changed = found.moves.changed(layout, random)
             if changed is not None and found.run(changed) is not None:
                 layout = changed
         ran = found.run(layout)
