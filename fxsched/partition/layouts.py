@@ -45,7 +45,7 @@ CLOSE = 0.002  # to the shortest step that can be, from which no search goes on
 WORTH = 0.005  # share of a step that a search must save
 MUCH = 0.1  # from this possible saving on, a search has the whole budget
 FLOOR = 0.3  # the least share of the budget
-PRICE = 3
+PRICE = 3  # of a step, times the share of the limit that a worker holds above it
 CHAINS = 3  # starts that are walked from
 # Then orders of few jobs are walked: how many jobs run on the clock, of which the share
 # FIRST is for SHORT changes of each of STARTS layouts, the rest for the best of them.
