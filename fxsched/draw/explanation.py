@@ -269,6 +269,6 @@ def _unequal(
         )
     return (
         f"worker {slowest} runs stage {largest}* alone, since rows of the whole batch "
-        "meet in it; finer cuts don't divide it: give the worker no other stages, or "
-        f"{APART}"
+        "meet in it; finer cuts don't divide it: "
+        f"{'give the worker no other stages, or ' * (len(work) > 1)}{APART}"
     )

@@ -78,15 +78,20 @@ def multiple(call: str, argument: str, count: int, of: int, why: str) -> int:
     return count
 
 
-def equal_shares(name: str, workers: int, microbatches: int | None) -> int:
+def equal_shares(
+    name: str,
+    workers: int,
+    microbatches: int | None,
+    why: str = "so that each worker has as many as the others",
+) -> int:
     """The microbatches, one for each worker unless given.
 
-    Raises PlanError if some workers had more of them than others.
+    why: they have to be a multiple of the workers, or PlanError is raised.
     """
     positive(name, workers=workers)
     if microbatches is None:
         return workers
-    return _shared_out(name, workers, "microbatches", microbatches, "has")
+    return _multiple_of_workers(name, workers, "microbatches", microbatches, why)
 
 
 def groups(name: str, workers: int, group_size: int) -> int:
@@ -106,12 +111,13 @@ def loops(name: str, workers: int, stages: int | None) -> int:
     positive(name, workers=workers)
     if stages is None:
         return 2
-    return _shared_out(name, workers, "stages", stages, "runs") // workers
+    why = "so that each worker runs as many as the others"
+    return _multiple_of_workers(name, workers, "stages", stages, why) // workers
 
 
-def _shared_out(name: str, workers: int, what: str, count: int, verb: str) -> int:
-    """The count, of what each worker has as many as the others."""
+def _multiple_of_workers(
+    name: str, workers: int, what: str, count: int, why: str
+) -> int:
     positive(name, **{what: count})
     call = f"{name}(workers={workers}, {what}={count})"
-    why = f"so that each worker {verb} as many as the others"
     return multiple(call, what, count, workers, why)

@@ -88,7 +88,8 @@ def interleaved(
     of microbatches m must be a multiple of W.
     Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473).
     """
-    microbatches = equal_shares("interleaved", workers, microbatches)
+    why = "as its order goes in rounds of as many microbatches as workers"
+    microbatches = equal_shares("interleaved", workers, microbatches, why)
     v = loops("interleaved", workers, stages)
 
     def n(s: int, b: int, d: Direction) -> int:
