@@ -119,10 +119,15 @@ def _edges(
             curve = _curve(x, y, x + ACROSS, low)
             curve += f"H{to - ACROSS:g}" + _curve(to - ACROSS, low, to, down)
             at, middle = x + ACROSS + BOX / 2, low - 5
-        else:  # on a curve nearer to its start, where fewer meet; else above the line
+        elif y == down:
+            curve, at, middle = _curve(x, y, to, down), x + ACROSS / 2, y - 5
+        else:  # nearer to its start, where fewer meet, unless others pass there
             curve = _curve(x, y, to, down)
-            at = x + (0.38 if y != down else 0.5) * ACROSS
-            middle = y + 0.28 * (down - y) + (4 if y != down else -5)
+            left, top = place[maker]
+            above = (place[a] for a, _ in lanes)
+            passed = any(side == left and over < top for side, over in above)
+            at = x + (0.75 if passed else 0.38) * ACROSS
+            middle = y + (0.9 if passed else 0.28) * (down - y) + 4
         yield tag("path", d=f"M{x:g} {y:g}{curve}", **{"class": "edge"})
         text = byte_text(data.get("bytes", 0))
         where = {"x": at, "y": middle, "text_anchor": "middle"}

@@ -325,7 +325,7 @@ def plan_gpt(schedule: Schedule, **options: Any) -> None:
             {"blocks.0.feed.0": "rows"},
             r"'rows'}\): give names of modules, in which ",
         ),
-        (2, {}, r"backend\(shards={}\): give 'auto', or such as"),
+        (2, {}, r"plan\(shards={}\): give 'auto', or such as"),
     ],
 )
 def test_what_cannot_be_cut_is_said(shards: int, words: Any, message: str) -> None:
