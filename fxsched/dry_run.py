@@ -39,18 +39,38 @@ def plan(
     with the costs of device= if it is given.
     Raises PlanError for a model or schedule that can't be planned.
     """
-    _check_model("plan", model)
-    own, kwargs = parted("plan", model, PLANNED, kwargs)
-    with named_in_errors("plan"):
-        options = Options(schedule, **own, transport="threads")
-    try:
-        torch.compile(model, backend=_PlanOnly(options))(*args, **kwargs)
-    except _Planned as planned:
-        return planned.plan
-    raise _no_graph("plan")
+    return Planner(model, *args, **kwargs).plan(schedule)
 
 
 plan.__signature__ = with_names(plan, PLANNED)  # type: ignore[attr-defined]
+
+
+class Planner:
+    """Plans model(*args, **kwargs) by any schedules, as plan does; Dynamo traces the
+    call once."""
+
+    def __init__(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        _check_model("plan", model)
+        self.model, self.args = model, args
+        self.own, self.kwargs = parted("plan", model, PLANNED, kwargs)
+        self._compiled: dict[bool, tuple[_PlanOnly, Callable[..., Any]]] = {}
+
+    def plan(self, schedule: Schedule, **own: Any) -> Plan:
+        """The plan by a schedule. own: options for this plan alone."""
+        with named_in_errors("plan"):
+            options = Options(schedule, **self.own | own, transport="threads")
+        cut = schedule.microbatches > 1  # else torch.export leaves no batch to cut
+        if cut not in self._compiled:
+            backend = _PlanOnly(options)
+            compiled = torch.compile(self.model, backend=backend)
+            self._compiled[cut] = backend, compiled
+        backend, compiled = self._compiled[cut]
+        backend.options, backend.request = options, options.request
+        try:
+            compiled(*self.args, **self.kwargs)
+        except _Planned as planned:
+            return planned.plan
+        raise _no_graph("plan")
 
 
 def explain(

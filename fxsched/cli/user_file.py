@@ -7,12 +7,14 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..dry_run import plan
+from ..dry_run import Planner, plan
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..plans.plan import Plan
@@ -27,7 +29,8 @@ SAY = (
 )
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """A model, what it is called with, where it was found, and what steps it."""
 
     model: Callable[..., Any]
@@ -36,11 +39,16 @@ class Case(NamedTuple):
     file: str
     optimizer: Optimizer | None
 
+    @cached_property
+    def planner(self) -> Planner:
+        """Plans the model, which is traced once."""
+        kwargs = {**self.kwargs, "optimizer": self.optimizer}
+        return Planner(self.model, *self.args, **kwargs)
+
     def planned(self, schedule: Schedule, options: Mapping[str, Any]) -> Plan:
         """The model's plan. options: of fxsched.plan."""
-        kwargs = {**self.kwargs, **options, "optimizer": self.optimizer}
         with quiet_torch(), blamed(self.file, "the model raised"):
-            return plan(self.model, schedule, *self.args, **kwargs)
+            return self.planner.plan(schedule, **options)
 
     def recommended(
         self, workers: int, microbatches: int | None, options: Mapping[str, Any]

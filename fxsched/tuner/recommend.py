@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..draw.palette import clock
 from ..draw.tables import byte_text, columns, wrapped
-from ..dry_run import plan
+from ..dry_run import Planner
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import counted, positive
@@ -105,13 +105,14 @@ def recommend(
         for count in counts:
             code = f"auto(workers={workers}, microbatches={count})"
             asked[code] = auto(workers, count)
+    planner = Planner(model, *args, **kwargs)
     made, refused = list[Choice](), list[tuple[str, PlanError]]()
     with Progress("recommend") as progress:
         for number, (code, schedule) in enumerate(asked.items(), 1):
             progress.at(f"planning {schedule}", number, len(asked))
             name = "one process" if schedule.workers == 1 else code
             try:
-                made.append(Choice(name, plan(model, schedule, *args, **kwargs)))
+                made.append(Choice(name, planner.plan(schedule)))
             except PlanError as error:
                 refused.append((name, error))
     if not made:

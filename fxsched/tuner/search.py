@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import inf
 from random import Random
@@ -13,7 +14,7 @@ import networkx as nx
 from torch import Tensor
 
 from ..clock.network import Transfer, check_transfer
-from ..dry_run import plan
+from ..dry_run import Planner
 from ..jobs.compared import Planned
 from ..jobs.job import PlanError, UnknownModule
 from ..jobs.schedule import Schedule
@@ -270,5 +271,7 @@ class _Subject:
             microbatches=last.schedule.microbatches,
         )
 
-    def plan(self, schedule: Schedule) -> Plan:
-        return plan(self.subject, schedule, *self.args, **self.kwargs)
+    @cached_property
+    def plan(self) -> Callable[[Schedule], Plan]:
+        """Plans the model, which is traced once."""
+        return Planner(self.subject, *self.args, **self.kwargs).plan
