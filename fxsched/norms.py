@@ -104,8 +104,12 @@ def _costs(
         f"batch, {how}: estimated before planning at {text(exact.seconds)} a step "
         f"without sums of gradients, and {byte_text(exact.bytes)} on the fullest worker"
     )
+    gain = ", and spread its rows over workers" * (spreads and norms == "whole")
     _, other = _tried(trace, "microbatch", request)
     if other.error is None:
-        line += f"; of each microbatch: {text(other.seconds)}, {byte_text(other.bytes)}"
-    lost = ", and spread its rows over workers" * (spreads and norms == "whole")
-    return f"{line}; batch_norm='microbatch', or GroupNorm, avoid these stages{lost}"
+        line += (
+            f"; with statistics of each microbatch, {text(other.seconds)} a step, and "
+            f"{byte_text(other.bytes)}"
+        )
+        gain += ", but the step takes longer" * (other.seconds > exact.seconds)
+    return f"{line}; batch_norm='microbatch', or GroupNorm, avoid these stages{gain}"

@@ -43,7 +43,10 @@ from .tables import (
 from .whole_stages import whole_stage, whole_stages
 
 FULL = 0.9  # of a step; a link that is busy for longer is named
-APART = "change what makes rows meet, which is named above"
+IDLE = 0.03  # of the step, below which nothing but work limits it
+APART = (
+    "change what makes rows meet, unless the lines above say that the step takes longer"
+)
 
 
 def explain_text(
@@ -201,7 +204,7 @@ def _limits(
         "larger microbatches, or a schedule that keeps each weight on one worker",
     }
     limit = f"what limits the step: {worst}; {advice[worst]}"
-    if lost[worst] < 0.02 * step:
+    if lost[worst] < IDLE * step:
         limit = "what limits the step: work; every worker is busy nearly all the time"
     return wrapped(
         (

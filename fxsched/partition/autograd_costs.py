@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from ..ir.graphs import Spec, storage, tensors
 from ..ir.modes import trace_modes
 from ..ir.request import Device
-from .costs import Meter, backward_of
+from .costs import Meter, Operands
 
 # Of B, by operation, arguments and modes: PyTorch's own, whatever the model.
 SECONDS: dict[str, float] = {}
@@ -78,7 +78,8 @@ class AutogradCosts:
         if key not in seconds:
             with self.mode:
                 run = partial(getattr(self.interpreter, node.op), node.target)
-                backward = backward_of(run, args, kwargs)
+                own = Operands(args, kwargs, written=True)
+                backward = own.backward(run(own.args, own.kwargs))
                 with Meter(self.target) as meter:
                     backward()
             if len(SECONDS) > MOST:

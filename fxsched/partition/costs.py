@@ -8,7 +8,7 @@ time to start it. FLOPs are those of torch.utils.flop_counter's formulas.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -252,37 +252,45 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def backward_of(
-    run: Callable[..., Any], args: Any, kwargs: Any
-) -> Callable[[], object]:
-    """Runs an operation on arguments without a history; gives what computes the
-    gradients of those that want one."""
-    leaves: list[Tensor] = []
+class Operands:
+    """The arguments of an operation, without a history of their own, of which the
+    operation's F makes one.
 
-    def copy(value: Any) -> Any:
+    written: whether the operation writes into them, so that they are copies.
+    leaves: those that want a gradient.
+    """
+
+    def __init__(self, args: Any, kwargs: Mapping[str, Any], written: bool) -> None:
+        self.written, self.leaves = written, list[Tensor]()
+        self.args = self._without_history(args)
+        self.kwargs = {k: self._without_history(v) for k, v in kwargs.items()}
+
+    def _without_history(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
-            return type(value)(map(copy, value))
+            return type(value)(map(self._without_history, value))
         if not isinstance(value, Tensor):
             return value
-        if not value.requires_grad:
-            return value.detach().clone()  # it may be written into
-        leaves.append(value.detach().requires_grad_())
-        return leaves[-1].clone()
+        plain = value.detach()
+        if value.requires_grad:
+            self.leaves.append(plain.requires_grad_())
+        return plain.clone() if self.written else plain
 
-    result = run(copy(args), {name: copy(value) for name, value in kwargs.items()})
-    # without gradients a model may call what has none, as nn.TransformerEncoderLayer
-    # does in eval mode
-    outs = [
-        t
-        for t in tensors(result)
-        if t.grad_fn is not None and type(t.grad_fn).__name__ != "NotImplemented"
-    ]
-    if not outs or not leaves:
-        return lambda: None
-    tangents = [torch.ones_like(t) for t in outs]
+    def backward(self, result: Any) -> Callable[[], Sequence[Tensor | None]]:
+        """From what F made of the operands to what computes the gradients of leaves."""
+        # without gradients a model may call what has none, as nn.TransformerEncoder-
+        # Layer does in eval mode
+        outs = [
+            t
+            for t in tensors(result)
+            if t.grad_fn is not None and type(t.grad_fn).__name__ != "NotImplemented"
+        ]
+        if not outs or not self.leaves:
+            return tuple
+        tangents = [torch.ones_like(t) for t in outs]
 
-    def backward() -> object:
-        with torch.autograd.set_multithreading_enabled(False):
-            return torch.autograd.grad(outs, leaves, tangents, allow_unused=True)
+        def backward() -> Sequence[Tensor | None]:
+            with torch.autograd.set_multithreading_enabled(False):
+                leaves = self.leaves
+                return torch.autograd.grad(outs, leaves, tangents, allow_unused=True)
 
-    return backward
+        return backward

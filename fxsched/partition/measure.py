@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from ..clock.timeline import Event
 from ..ir import joint, ops
@@ -19,7 +19,7 @@ from ..ir.generators import kept_generators
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, tensors
 from ..ir.meta import of_node
 from ..jobs.job import Direction, PlanError
-from .costs import Work, backward_of
+from .costs import Operands, Work
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction
 
@@ -177,7 +177,8 @@ def _kind(node: fx.Node) -> str:
 
 
 class _TimedPass:
-    """One pass over the nodes of a traced graph."""
+    """F of all nodes of a traced graph, then B of all, from the last to the first, so
+    that weights and saved values come from as far as in training."""
 
     def __init__(
         self, gm: fx.GraphModule, inputs: Sequence[Any], microbatches: int
@@ -185,6 +186,7 @@ class _TimedPass:
         self.gm, self.inputs, self.microbatches = gm, inputs, microbatches
         self.interpreter = fx.Interpreter(gm)
         self.values: dict[fx.Node, Any] = {}
+        self.ran: dict[fx.Node, tuple[Operands, Any]] = {}  # F of what has a B
         values = (of_node(node).get("val") for node in gm.graph.nodes)
         self.devices = {t.device for t in tensors([*values])} - {torch.device("cpu")}
 
@@ -195,7 +197,7 @@ class _TimedPass:
         return time.perf_counter()
 
     def run(self) -> dict[fx.Node, Times]:
-        seconds = {}
+        forward = {}
         last = {p: n for n in self.gm.graph.nodes for p in n.all_input_nodes}
         with torch.no_grad():
             for node in self.gm.graph.nodes:
@@ -209,11 +211,12 @@ class _TimedPass:
                 elif node.target in (joint.join, joint.part):
                     self.values[node] = self.rows_of(node)
                 elif node.op != "output":
-                    seconds[node] = self.call(node)
+                    forward[node] = self.call(node)
                 for read in node.all_input_nodes:
                     if last[read] is node:
                         del self.values[read]
-        return seconds
+        backward = {node: self.backward(node) for node in reversed([*self.ran])}
+        return {n: Times(f, backward.get(n, 0.0)) for n, f in forward.items()}
 
     def input_of(self, node: fx.Node) -> Tensor:
         value: Tensor = self.inputs[of_node(node)["index"]]
@@ -246,28 +249,37 @@ class _TimedPass:
         )
         return arguments
 
-    def call(self, node: fx.Node) -> Times:
+    def call(self, node: fx.Node) -> float:
+        """Seconds of a node's F."""
         run = getattr(self.interpreter, node.op)
         args, kwargs = self.arguments(node)
-        backward = 0.0
-        if of_node(node)["work"].backward:
-            backward = self.backward(node, run)
-        begin = self.now()
-        self.values[node] = run(node.target, args, kwargs)
-        return Times(self.now() - begin, backward)
-
-    def backward(self, node: fx.Node, run: Callable[..., Any]) -> float:
-        """Seconds of a node's B, on a copy of its arguments."""
+        if not of_node(node)["work"].backward:
+            begin = self.now()
+            self.values[node] = run(node.target, args, kwargs)
+            return self.now() - begin
         wanted = {
             n: self.values[n].detach().requires_grad_(of_node(n)["val"].requires_grad)
             for n in node.all_input_nodes
             if isinstance(of_node(n).get("val"), Tensor)
         }
-        args, kwargs = fx.map_arg(
+        own = fx.map_arg(
             (node.args, node.kwargs), lambda n: wanted.get(n, self.values[n])
         )
+        operands = Operands(*own, written=bool(of_node(node).get("mutates")))
         with torch.enable_grad():
-            compute = backward_of(partial(run, node.target), args, kwargs)
             begin = self.now()
-            compute()
-            return self.now() - begin
+            result = run(node.target, operands.args, operands.kwargs)
+            seconds = self.now() - begin
+        self.ran[node] = operands, result
+        if operands.written:
+            result = run(node.target, args, kwargs)
+        self.values[node] = pytree.tree_map_only(Tensor, Tensor.detach, result)
+        return seconds
+
+    def backward(self, node: fx.Node) -> float:
+        """Seconds of a node's B."""
+        operands, result = self.ran.pop(node)
+        compute = operands.backward(result)
+        begin = self.now()
+        compute()
+        return self.now() - begin
