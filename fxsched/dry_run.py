@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from .capture.batch import batch_of
 from .capture.caller import Dims
 from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
+from .ir.generators import kept_generators
 from .ir.modes import modes_after_errors
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
@@ -22,10 +25,14 @@ from .params.record import specs_of
 from .params.released import stand_in
 from .partition.measure import Profile, measure
 from .passes.model_passes import ModelPass, run_model_passes
-from .planning import plan_call
+from .planning import make_step, plan_call
 from .plans.plan import Plan
 from .runtime.padding import check_padded
+from .runtime.step import Step
+from .runtime.workers import workers_of
 from .transport.world import from_rank_0
+
+STEPS = 3  # of one worker, that a profile is fitted to
 
 
 def plan(
@@ -94,6 +101,9 @@ def profile(
 ) -> Profile:
     """Measures F and B of every node of model(*args, **kwargs), for one microbatch.
 
+    The times of nodes are scaled so that F and B of all microbatches take as long as in
+    steps of one worker, if fxsched.backend can run the model by Schedule(1,
+    microbatches) and these options alone. Needs the memory of one such step.
     batch_dims, model_passes: as for fxsched.backend.
 
     Pass the result as profile= to fxsched.backend, plan or explain. Under torchrun all
@@ -112,10 +122,46 @@ def profile(
             with torch.enable_grad():
                 torch.compile(model, backend=tracer)(*args, **kwargs)
         except MicrobatchTraced as end:
-            return measure(end.traced.graph, end.inputs, microbatches, repeats)
+            graph, gm, inputs = end.traced.graph, end.captured, end.inputs
+            with kept_generators(inputs):
+                found = measure(graph, inputs, microbatches, repeats)
+                with suppress(PlanError):
+                    return _fitted(found, gm, inputs, options)
+            return found
         raise _no_graph("profile")
 
     return from_rank_0(measured)
+
+
+def _fitted(
+    profile: Profile, gm: fx.GraphModule, inputs: Sequence[Any], options: Options
+) -> Profile:
+    """A profile, scaled to the steps of its schedule's one worker.
+
+    Raises PlanError for a model that needs other options.
+    """
+    options, args = replace(options, profile=profile), tuple(inputs)
+    with torch.enable_grad(), closing(workers_of("threads", 1, None)) as workers:
+        step = make_step(gm, args, options, workers)
+        with torch.no_grad():
+            for _ in range(STEPS + 1):  # the first one warms up
+                _run(step, args)
+    steps = [*step.earlier, step.events][-STEPS:]
+    return profile.fitted(step.plan.simulate().timeline, steps)
+
+
+def _run(step: Step, args: tuple[Any, ...]) -> None:
+    """F and B of a step, whose results nobody takes."""
+    runs = step.start(step.inputs(args, set()))
+    outputs = step.advance(runs, None)["outputs"]
+    if step.plan.trains and step.plan.loss is None:
+        given = zip(step.plan.outputs, outputs, strict=True)
+        ones = {
+            i: torch.ones_like(value)
+            for i, (output, value) in enumerate(given)
+            if output.differentiable
+        }
+        step.advance(runs, ones)
 
 
 def _check_model(call: str, model: object) -> None:
@@ -153,11 +199,13 @@ class _Planned(Exception):
 class MicrobatchTraced(Exception):
     """Ends the call of a compiled function once there is a traced microbatch.
 
-    inputs: stand-ins for those of the call.
+    captured: the graph of the call. inputs: stand-ins for those of the call.
     """
 
-    def __init__(self, traced: Traced, inputs: Sequence[Any]) -> None:
-        self.traced, self.inputs = traced, inputs
+    def __init__(
+        self, traced: Traced, captured: fx.GraphModule, inputs: Sequence[Any]
+    ) -> None:
+        self.traced, self.captured, self.inputs = traced, captured, inputs
 
 
 class _PlanOnly(Backend):
@@ -188,4 +236,4 @@ class Tracer(Backend):
             traced = traced._replace(
                 graph=run_model_passes(traced.graph, self.request, passes)
             )
-        raise MicrobatchTraced(traced, [stand_in(value) for value in args])
+        raise MicrobatchTraced(traced, gm, [stand_in(value) for value in args])

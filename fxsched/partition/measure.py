@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from ..clock.timeline import Event
 from ..ir import joint, ops
-from ..ir.generators import kept_generators
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, tensors
 from ..ir.meta import of_node
 from ..jobs.job import Direction, PlanError
@@ -62,6 +61,20 @@ class Profile:
         f, b = (sum(t[i] for t in self.measured.values()) for i in (0, 1))
         return f"profile of {len(self.measured)} nodes: F {f:.3g} s, B {b:.3g} s"
 
+    def fitted(
+        self, planned: Sequence[Event], steps: Sequence[Sequence[Event]]
+    ) -> Profile:
+        """The same with F and B scaled so that jobs of a plan take what they took in
+        steps, at the median of steps.
+
+        planned: the jobs as this profile has them.
+        """
+        taken = list(map(_jobs, steps))
+        f, b = (statistics.median(each[i] for each in taken) for i in (0, 1))
+        ratio = Times(f, b).over(_jobs(planned))
+        measured = {key: each.scaled(ratio) for key, each in self.measured.items()}
+        return Profile(measured, self.estimated)
+
     def apply(self, gm: fx.GraphModule) -> None:
         """Replaces the estimates of a traced graph by measured times.
 
@@ -89,6 +102,14 @@ class Profile:
 
 def _total(times: Iterable[Times]) -> Times:
     return Times(*map(sum, zip((0.0, 0.0), *times, strict=True)))
+
+
+def _jobs(events: Iterable[Event]) -> Times:
+    """Seconds of all F, and of all other jobs."""
+    seconds = [0.0, 0.0]
+    for event in events:
+        seconds[event.job.direction is not FORWARD] += event.end - event.start
+    return Times(*seconds)
 
 
 class Known(NamedTuple):
@@ -142,12 +163,11 @@ def measure(
 
     A node's times are the medians over all runs of it and of those like it: blocks that
     are the same get the same times, whatever the machine did meanwhile.
-    The model's parameters and buffers and the random numbers stay as they are.
+    The model's parameters and buffers stay as they are.
     """
     runs = []
-    with kept_generators(inputs):
-        for _ in range(repeats + 1):  # the first one warms up
-            runs.append(_TimedPass(gm, inputs, microbatches).run())
+    for _ in range(repeats + 1):  # the first one warms up
+        runs.append(_TimedPass(gm, inputs, microbatches).run())
     nodes = [n for n in gm.graph.nodes if n in runs[0]]
     taken: dict[str, list[Times]] = {}
     for node in nodes:

@@ -16,13 +16,23 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 import fxsched
-from fxsched import Network, PlanError, Rate, Schedule, schedules
+from fxsched import (
+    Direction,
+    Job,
+    Network,
+    PlanError,
+    Rate,
+    Schedule,
+    dry_run,
+    schedules,
+)
 from fxsched.clock.stage_graph import run_stages, worker_bytes
+from fxsched.clock.timeline import Event
 from fxsched.ir.request import Request
 from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.models.three_encoder import ThreeEncoder, ThreeEncoderConfig
 from fxsched.partition.cut_cost import Problem
-from fxsched.partition.measure import _TimedPass
+from fxsched.partition.measure import Profile, Times, _TimedPass
 from fxsched.partition.planner import choose_cut
 from fxsched.passes import partition
 
@@ -477,6 +487,34 @@ def test_a_profile_is_fitted_to_steps_that_ran() -> None:
     for wrong in ([], [ran[0][1:]], [ran[0] + ran[0][:1]]):
         with pytest.raises(PlanError, match="with each of its 16 jobs once"):
             plan.profile(*wrong)
+
+
+def test_times_of_nodes_are_scaled_to_those_of_jobs() -> None:
+    times = {"a": Times(1.0, 2.0), "b": Times(3.0, 0.0)}
+
+    def jobs(forward: float, backward: float) -> list[Event]:
+        first, last = Job(0, 0, Direction.FORWARD), Job(0, 0, Direction.BACKWARD)
+        return [
+            Event(first, 0, 1.0, 1.0 + forward),
+            Event(last, 0, 9.0, 9.0 + backward),
+        ]
+
+    planned = jobs(4.0, 2.0)
+    steps = [jobs(8.0, 1.0), jobs(6.0, 3.0), jobs(5.0, 9.0)]
+    found = Profile(times, times).fitted(planned, steps)
+    assert found.measured == {"a": Times(1.5, 3.0), "b": Times(4.5, 0.0)}
+    assert found.estimated == times
+
+
+def test_a_profile_leaves_out_the_steps_of_a_model_that_needs_more_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise PlanError("declare outputs=")
+
+    monkeypatch.setattr(dry_run, "make_step", refuse)
+    profile = fxsched.profile(Masked(4), rows(), repeats=1)
+    assert all(f >= 0 < f + b for f, b in profile.measured.values())
 
 
 def test_a_profile_of_another_model_is_an_error() -> None:
