@@ -26,6 +26,7 @@ import fxsched
 from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.runtime.run import Run
 from tests.cases import build
+from tests.encoders import MODELS as ENCODERS
 from tests.simulated import library
 
 
@@ -127,10 +128,17 @@ def gpt(marked: int = 0) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Checkpointed(model, marked) if marked else model, (tokens, targets)
 
 
+def clip() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A CLIP of a ResNet-18 and a transformer."""
+    torch.manual_seed(0)
+    return ENCODERS["clip"]()
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "gpt": gpt,
     "some blocks": lambda: gpt(2),
     "all blocks": lambda: gpt(4),
+    "clip": clip,
 }
 
 

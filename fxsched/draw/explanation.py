@@ -44,6 +44,7 @@ from .whole_stages import whole_stage, whole_stages
 
 FULL = 0.9  # of a step; a link that is busy for longer is named
 IDLE = 0.03  # of the step, below which nothing but work limits it
+MORE = "more microbatches (fxsched.recommend compares numbers for the same batch)"
 APART = (
     "change what makes rows meet, unless the lines above say that the step takes longer"
 )
@@ -241,12 +242,12 @@ def _waiting(those: str) -> str:
     """What to do where workers wait for stages of others; those: see _meeting."""
     if not those:
         return (
-            "the pipeline fills and drains in each step: use more microbatches, or "
-            "more stages a worker"
+            "the pipeline fills and drains in each step: try more stages a worker, or "
+            f"a larger batch in {MORE}"
         )
     return (
         "the pipeline fills and drains more than once in each step, since rows of the "
-        f"whole batch meet in {those}: use more microbatches, or {APART}"
+        f"whole batch meet in {those}: try a larger batch in {MORE}, or {APART}"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count
@@ -37,12 +36,12 @@ def route_values(step: Step, request: Request) -> Step:
             1F0, message 0                                           # worker 1
 
     A worker gets a value once, after the op that makes it, however many of its jobs
-    read it. Weights it asks for request.ahead jobs ahead (here 1); they are kept
-    while its next job reads them too, and new ones come after the update that makes
-    them. From another host it asks for none that a worker of its own host has or waits
-    for: that one hands them on. request.encode says what travels in fewer bytes: of
-    activations what jobs alone read, aside from what is saved for B; of weights the
-    parameters that jobs ask for.
+    read it. It asks for a job's weights once it has those of no more than request.ahead
+    others (here 1); they are kept while its next job reads them too, and new ones come
+    after the update that makes them. From another host it asks for none that a worker
+    of its own host has or waits for: that one hands them on. request.encode says what
+    travels in fewer bytes: of activations what jobs alone read, aside from what is
+    saved for B; of weights the parameters that jobs ask for.
     """
     tags, encodings = count(), _Encodings(step, request)
     step = replace(step, lines=_with_weights(step, request, tags, encodings))
@@ -111,7 +110,8 @@ def _with_weights(
     every, ahead = list(step.ops), request.ahead
     place = {op: i for i, op in enumerate(every)}
     at_hand: dict[int, dict[Value, Message]] = {}  # what the last job on a worker read
-    last: dict[int, deque[Op]] = {}  # the last `ahead` jobs on a worker
+    jobs: dict[int, list[Op]] = {}  # of a worker
+    fetching: dict[int, list[int]] = {}  # the numbers of those that ask for weights
     on_host: dict[tuple[int, Value], tuple[int, Message, int]] = {}  # from when to when
     before: dict[Op, list[Message]] = {}
     after: dict[Op, list[Message]] = {}  # updates
@@ -121,9 +121,11 @@ def _with_weights(
             continue
         start = op
         if is_job:
-            earlier = last.setdefault(op.worker, deque(maxlen=ahead))
-            start = every[0] if len(earlier) < ahead else [*earlier, op][0]
-            earlier.append(op)
+            own = jobs.setdefault(op.worker, [])
+            asked = fetching.setdefault(op.worker, [])
+            own.append(op)
+            enough = len(asked) > ahead
+            start = own[asked[-1 - ahead] + 1] if enough else every[0]
         here, read = at_hand.get(op.worker, {}), dict[Value, Message]()
         for value in op.args[0] if is_job else op.args:
             if (source := step.worker(value)) == op.worker:
@@ -148,6 +150,8 @@ def _with_weights(
                     before.setdefault(start, []).append(message)
                 if is_job and not late and host != request.host(source):
                     on_host[host, value] = begin, message, place[op]
+                if is_job and asked[-1:] != [len(own) - 1]:
+                    asked.append(len(own) - 1)
             read[value] = message
         if read:
             replace_values(op, read)

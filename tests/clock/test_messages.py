@@ -165,4 +165,4 @@ def test_weights_wait_for_the_jobs_of_the_worker_that_keeps_them(tied: bool) -> 
     assert end_of_worker_0(keeper=0) == 32
     if tied:  # kept where the first stage that reads them has them
         stages.add_nodes_from([1, 2], groups=(GroupBytes(0, 8.0, 8.0, 8.0),))
-    assert end_of_worker_0(keeper=0 if tied else 1) == 63
+    assert end_of_worker_0(keeper=0 if tied else 1) == 53

@@ -78,7 +78,7 @@ def test_a_host_gets_weights_once_for_all_its_workers() -> None:
         if isinstance(line, Message) and isinstance(line.value, Weights)
         if (line.value.worker < 2) != (line.to < 2)
     )
-    assert len(came) == 7  # of 4 stages, for F and B; for the last one, once for both
+    assert len(came) == 6  # of 4 stages, for F and B; for two, once for both
     assert set(came.values()) == {1}
 
 
