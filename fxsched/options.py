@@ -455,7 +455,7 @@ def named_in_errors(call: str) -> Iterator[None]:
     """What is wrong with an option is said of the call that it was given to."""
     try:
         yield
-    except PlanError as error:
+    except (PlanError, TypeError) as error:
         text = str(error)
         if text.startswith("backend("):
             error.args = (text.replace("backend(", f"{call}(", 1), *error.args[1:])

@@ -526,6 +526,8 @@ def test_an_option_that_there_is_not_is_an_error(
     (name,) = given
     with pytest.raises(TypeError, match=rf"backend\(\) got .*'{name}'; {said}"):
         fxsched.backend(schedules.gpipe(2, 4), **given)
+    with pytest.raises(TypeError, match=rf"compile\(\) got .*'{name}'; {said}"):
+        fxsched.compile(Loss(), schedules.gpipe(2, 4), **given)
 
 
 @pytest.mark.parametrize(
