@@ -9,13 +9,12 @@ from typing import Any
 from torch import fx
 
 from ..accounts.paper import held_memory
-from ..clock.activations import holding, most_in_flight
+from ..clock.activations import peaks
 from ..clock.stage_graph import likely_seconds, run_stages
 from ..ir.graphs import module_prefixes
 from ..ir.meta import note, of_node
 from ..ir.request import Request
 from ..jobs.job import PlanError
-from ..jobs.schedule import Schedule
 from ..partition.joint_memory import check_memory
 from .joint_stages import Fitted
 from .recompute import Regions, marked
@@ -110,11 +109,10 @@ def _more(
     kept: dict[Any, float] = {}
     for node, size in regions.kept.items():
         kept[of(node)] = kept.get(of(node), 0.0) + size
-    chosen: set[Any] = set()
+    chosen, counts = set[Any](), _in_flight(fitted)
     for worker, excess in over.items():
-        counts = {s: _in_flight(fitted.schedule, s, worker) for s in fitted.stages}
         gains = {
-            region: counts[region[0]] * (size - kept.get(region, 0.0))
+            region: counts[region[0]][worker] * (size - kept.get(region, 0.0))
             for region, size in regions.rebuilt.items()
         }
         best = sorted(gains, key=lambda r: gains[r] / (regions.seconds[r] or 1.0))
@@ -126,8 +124,11 @@ def _more(
     yield from (node for node in nodes if of(node) in chosen)
 
 
-def _in_flight(schedule: Schedule, stage: int, worker: int) -> int:
-    """The most microbatches of a stage that a worker holds."""
-    if schedule.is_open or not holding(schedule, stage)[worker]:
-        return 0
-    return most_in_flight(schedule, stage)
+def _in_flight(fitted: Fitted) -> dict[int, list[float]]:
+    """By stage, the most microbatches of it that each worker holds."""
+    events, release = run_stages(*fitted[:2]), fitted.schedule.release
+    stages = [s for s, _ in events.jobs.kinds]
+    return {
+        s: peaks(events, release, [float(each == s) for each in stages])
+        for s in fitted.stages
+    }

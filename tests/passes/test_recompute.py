@@ -87,6 +87,35 @@ def test_blocks_are_computed_again_as_far_as_a_limit_asks_for_it() -> None:
         planned(memory_limit=0.2 * most(plain))
 
 
+class Pairs(nn.Module):
+    """Blocks, and a loss over all pairs of rows, for which all microbatches wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+                for _ in range(8)
+            )
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.blocks(x)
+        return nn.functional.cross_entropy(y @ y.mT, torch.arange(len(y)))
+
+
+@pytest.mark.slow
+def test_no_more_blocks_are_computed_again_where_all_microbatches_are_in_flight() -> (
+    None
+):
+    schedule, x = schedules.one_f_one_b(2, 8), torch.randn(512, 64)
+    plain = fxsched.plan(Pairs(), schedule, x, pairs="joint")
+    limit = 0.8 * most(plain)
+    plan = fxsched.plan(Pairs(), schedule, x, pairs="joint", memory_limit=limit)
+    assert 0.7 * most(plain) < most(plan) <= limit
+    assert plan.simulate().latency < 1.15 * plain.simulate().latency
+
+
 class Selective(nn.Module):
     def __init__(self, contexts: Any) -> None:
         super().__init__()
