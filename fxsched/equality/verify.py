@@ -26,6 +26,7 @@ from ..jobs.user_values import shown
 from ..options import NAMES, Options, named_in_errors, parted, with_names
 from ..placement.row_warnings import RowsWarning
 from ..planning import TracedCall, traced_call
+from ..progress import tell
 from ..runtime.step import Step
 from .departures import first_departure
 from .differences import Difference, allow_noise, compare_values, table_row
@@ -206,6 +207,7 @@ def _in_float64(
     call: _Call, options: Options, found: _Compared
 ) -> tuple[_Compared, str]:
     """The same in float64, if the model runs in it, and what to say of that."""
+    tell("verify: values differ, so the comparison is repeated in float64", False)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     torch._dynamo.reset()

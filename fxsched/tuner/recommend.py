@@ -68,6 +68,8 @@ class Recommendation(NamedTuple):
         """What to take, what it gains, what limits it, and the code to paste."""
         best, width = self.best, columns(100)
         text = [f"take {best}"]
+        if any(other.seconds < best.seconds for other in self.others):
+            text[0] += f", the simplest of those that take {SIMPLER:.0%} longer or less"
         for other in self.others:
             longer = other.seconds / best.seconds
             text.append(f"  {other}, {longer:.2f} times as long")
