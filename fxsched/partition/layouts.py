@@ -37,7 +37,7 @@ from .planner import stage_graph
 
 UNITS = 160  # a unit has at least this part of the model's work, where it can
 # Jobs to run on the clock, for each unit; a layout counts as some more.
-BUDGET, FEWEST, MANY = 30_000, 20, 16
+BUDGET, FEWEST, MANY = 31_000, 20, 16
 PER_LAYOUT = 150  # that a layout counts besides its jobs
 # Of a step, what a change may cost at first; more where units are few and large.
 HEAT, HEAT_OF_UNIT = 0.02, 0.4
