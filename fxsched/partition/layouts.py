@@ -36,8 +36,8 @@ from .partitioner import join_light, joined, part_of
 from .planner import stage_graph
 
 UNITS = 160  # a unit has at least this part of the model's work, where it can
-# Jobs to run on the clock, for each unit; a layout counts as some more.
-BUDGET, FEWEST, MANY = 31_000, 20, 16
+# Jobs to run on the clock: for each unit, and at least; a layout counts as some more.
+BUDGET, LEAST, MANY = 31_000, 800_000, 16
 PER_LAYOUT = 150  # that a layout counts besides its jobs
 # Of a step, what a change may cost at first; more where units are few and large.
 HEAT, HEAT_OF_UNIT = 0.02, 0.4
@@ -171,7 +171,7 @@ class Layouts:
         self.of, self.members = of, members
         self.problem = joined(self.fine, members)
         self.kinds = [kinds[units[0]] for units in members]
-        self.budget = self.effort * BUDGET * max(len(members), FEWEST)
+        self.budget = self.effort * max(BUDGET * len(members), LEAST)
         self.budget *= 1 + self.asked.workers / MANY
 
     @cached_property
