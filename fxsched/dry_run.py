@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .backend import Backend
 from .capture.batch import batch_of
@@ -32,7 +32,7 @@ from .runtime.step import Step
 from .runtime.workers import workers_of
 from .transport.world import from_rank_0
 
-STEPS = 3  # of one worker, that a profile is fitted to
+FITTED_STEPS = 3  # of one worker, that a profile is fitted to
 
 
 def plan(
@@ -63,7 +63,8 @@ class Planner:
         self._compiled: dict[bool, tuple[_PlanOnly, Callable[..., Any]]] = {}
 
     def plan(self, schedule: Schedule, **own: Any) -> Plan:
-        """The plan by a schedule. own: options for this plan alone."""
+        """The plan by a schedule. own: options for this plan alone, but for those that
+        tracing reads, such as batch_dims."""
         with named_in_errors("plan"):
             options = Options(schedule, **self.own | own, transport="threads")
         cut = schedule.microbatches > 1  # else torch.export leaves no batch to cut
@@ -77,6 +78,9 @@ class Planner:
             compiled(*self.args, **self.kwargs)
         except _Planned as planned:
             return planned.plan
+        except PlanError:
+            del self._compiled[cut]  # it may be traced otherwise by now
+            raise
         raise _no_graph("plan")
 
 
@@ -140,13 +144,20 @@ def _fitted(
 
     Raises PlanError for a model that needs other options.
     """
-    options, args = replace(options, profile=profile), tuple(inputs)
+    options = replace(options, profile=profile)
+    args = tuple(
+        # without what is known of where ranks keep it
+        value.detach().requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor)
+        else value
+        for value in inputs
+    )
     with torch.enable_grad(), closing(workers_of("threads", 1, None)) as workers:
         step = make_step(gm, args, options, workers)
         with torch.no_grad():
-            for _ in range(STEPS + 1):  # the first one warms up
+            for _ in range(FITTED_STEPS + 1):  # the first one warms up
                 _run(step, args)
-    steps = [*step.earlier, step.events][-STEPS:]
+    steps = [*step.earlier, step.events][-FITTED_STEPS:]
     return profile.fitted(step.plan.simulate().timeline, steps)
 
 

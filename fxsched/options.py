@@ -110,8 +110,8 @@ class Options:
     profile: True to record when each job runs, for backend.timeline; or the result of
         fxsched.profile, which also makes stages="auto" cut by measured times instead of
         estimates.
-    prefetch: for how many jobs ahead a worker asks for weights that others keep; it
-        holds the fetched weights of at most prefetch + 1 jobs at a time. By default 1,
+    prefetch: the weights of how many further jobs a worker asks others for; it holds
+        the fetched weights of at most prefetch + 1 jobs at a time. By default 1,
         or 2 between several hosts, where a request takes longer. Also how many jobs
         before B its activations come back, if they wait elsewhere (Placement.saved).
     check_inputs: at which calls ranks compare checksums of their inputs, which must be

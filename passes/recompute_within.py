@@ -11,6 +11,7 @@ from torch import fx
 from ..accounts.paper import held_memory
 from ..clock.activations import peaks
 from ..clock.stage_graph import likely_seconds, run_stages
+from ..clock.timeline import Timeline
 from ..ir.graphs import module_prefixes
 from ..ir.meta import note, of_node
 from ..ir.request import Request
@@ -50,11 +51,12 @@ def fit_within(nodes: Sequence[fx.Node], request: Request, fit: Fit) -> Fitted:
     free, marks = replace(request, memory_limit=None), list[fx.Node]()
     for _ in range(ROUNDS):
         fitted = fit(free)
-        over = _over(fitted, limit)
+        events = run_stages(*fitted[:2])
+        over = _over(fitted, events, limit)
         if not over:
             note_choice(free, marks)
             break
-        more = list(_more(nodes, fitted, over))
+        more = list(_more(nodes, fitted, events, over))
         if not more:
             break
         _mark(more)
@@ -86,15 +88,18 @@ def _block(node: fx.Node) -> str | None:
     return next(numbered, names[-1] if names else None)
 
 
-def _over(fitted: Fitted, limit: float) -> dict[int, float]:
+def _over(fitted: Fitted, events: Timeline, limit: float) -> dict[int, float]:
     """Bytes above the limit, by worker."""
-    held = held_memory(*fitted[:2], run_stages(*fitted[:2]))
+    held = held_memory(*fitted[:2], events)
     excess = {worker: each.total - limit for worker, each in enumerate(held)}
     return {worker: size for worker, size in excess.items() if size > 0}
 
 
 def _more(
-    nodes: Sequence[fx.Node], fitted: Fitted, over: dict[int, float]
+    nodes: Sequence[fx.Node],
+    fitted: Fitted,
+    events: Timeline,
+    over: dict[int, float],
 ) -> Iterator[fx.Node]:
     """The nodes of further blocks of stages on these workers."""
     apart = (n for n in nodes if of_node(n)["mutates"] or of_node(n).get("joint"))
@@ -109,7 +114,7 @@ def _more(
     kept: dict[Any, float] = {}
     for node, size in regions.kept.items():
         kept[of(node)] = kept.get(of(node), 0.0) + size
-    chosen, counts = set[Any](), _in_flight(fitted)
+    chosen, counts = set[Any](), _in_flight(fitted, events)
     for worker, excess in over.items():
         gains = {
             region: counts[region[0]][worker] * (size - kept.get(region, 0.0))
@@ -124,10 +129,9 @@ def _more(
     yield from (node for node in nodes if of(node) in chosen)
 
 
-def _in_flight(fitted: Fitted) -> dict[int, list[float]]:
+def _in_flight(fitted: Fitted, events: Timeline) -> dict[int, list[float]]:
     """By stage, the most microbatches of it that each worker holds."""
-    events, release = run_stages(*fitted[:2]), fitted.schedule.release
-    stages = [s for s, _ in events.jobs.kinds]
+    release, stages = fitted.schedule.release, [s for s, _ in events.jobs.kinds]
     return {
         s: peaks(events, release, [float(each == s) for each in stages])
         for s in fitted.stages

@@ -298,6 +298,8 @@ def profiled() -> None:
     for mine, other in pairs:
         if mine.grad is not None:
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+    again = fxsched.profile(model, *inputs, microbatches=MICROBATCHES, repeats=1)
+    assert again.measured.keys() == profile.measured.keys()
     try:
         fxsched.profile(Fixed(), inputs[0].float(), microbatches=MICROBATCHES)
     except PlanError as error:

@@ -70,7 +70,7 @@ def paper_step(
 ) -> Step:
     """The step of jobs in the order of a timeline, with all messages.
 
-    prefetch: for how many jobs ahead a worker asks for weights of others.
+    prefetch: the weights of how many further jobs a worker asks others for.
     kept: the share of activations that is still there between B and W.
     hosts: the workers of each host; () for one host.
     """

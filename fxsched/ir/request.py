@@ -193,7 +193,7 @@ class Request:
 
     @property
     def ahead(self) -> int:
-        """For how many jobs ahead a worker asks for weights."""
+        """The weights of how many further jobs a worker asks for."""
         default = 2 if len(self.hosts) > 1 else 1
         return default if self.prefetch is None else self.prefetch
 

@@ -184,7 +184,7 @@ def simulate(
     transfer: the time of a message from a job to a job on another worker; or a Link or
         Network, if the edges between stages have `bytes`; or None for the `seconds` of
         the edges.
-    prefetch: how many jobs ahead a worker asks for weights that it fetches. Fetched
+    prefetch: the weights of how many further jobs a worker asks others for. Fetched
         weights and returned gradients then take the time `transfer`. On a Link or
         Network they take the time of half of the stage's `weights`, because `weights`
         has the bytes of weights and gradients. If transfer is None, they take the

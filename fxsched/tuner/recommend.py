@@ -69,7 +69,9 @@ class Recommendation(NamedTuple):
         best, width = self.best, columns(100)
         text = [f"take {best}"]
         if any(other.seconds < best.seconds for other in self.others):
-            text[0] += f", the simplest of those that take {SIMPLER:.0%} longer or less"
+            text[0] += (
+                f", the simplest within {100 * SIMPLER:.0f} % of the shortest step"
+            )
         for other in self.others:
             longer = other.seconds / best.seconds
             text.append(f"  {other}, {longer:.2f} times as long")

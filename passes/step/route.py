@@ -156,6 +156,8 @@ def _with_weights(
         if read:
             replace_values(op, read)
         if is_job:
+            if read and asked:  # it may read what the last one asked for
+                asked[-1] = len(own) - 1
             at_hand[op.worker] = read
     return [
         line for op in every for line in (*before.get(op, ()), op, *after.get(op, ()))
