@@ -175,7 +175,7 @@ def step_times(task: Task, device: str) -> str:
     predicted, measured = plan.simulate().latency, task.runner.metrics.seconds
     unit, number = ("core", cores) if device == "cpu" else ("GPU", 1)
     text = clock(max(predicted, measured), "s").text
-    what = "step" if task.inside else "step without the optimizer's"
+    what = "step" if task.inside else "F and B"  # the loop steps the optimizer
     return (
         f"{what}: predicted {text(predicted)}, one {unit} per worker; "
         f"measured {text(measured)}, on {counted(number, unit)}"

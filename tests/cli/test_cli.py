@@ -109,7 +109,7 @@ def test_tables_are_the_plan_and_the_program_of_a_worker(
 def test_the_predicted_step_is_beside_the_measured_one(
     printed: dict[str, str], transport: str
 ) -> None:
-    step = r"^step.*: predicted (\S+) (m?s), one core per .*; measured (\S+) (m?s), on"
+    step = r"^F and B: predicted (\S+) (m?s), one core per .*; measured (\S+) (m?s), on"
     ((predicted, unit, measured, same),) = re.findall(step, printed[transport], re.M)
     assert float(predicted) > 0 < float(measured) and unit == same
 
