@@ -61,23 +61,26 @@ def _limited(
     """Plans that should be within the limit. What the estimates miss is seen on each
     plan, and the next one is made for a limit that is lower, or higher, by twice as
     much, and lower by LESS at least, as blocks are large; or for one halfway between
-    that of the last plan and one that no plan meets."""
-    target = met = limit
+    that of the last plan and one that no plan meets. A cut that was found is kept as
+    long as it can be planned."""
+    target, met, asked = limit, limit, request
     for _ in range(ATTEMPTS):
         try:
-            found = make(replace(request, memory_limit=target))
+            found = make(replace(asked, memory_limit=target))
         except MemoryLimitError as error:
-            if error.least > limit:
+            if asked is not request:
+                asked = request  # another cut may do
+            elif error.least > limit:
                 target = met = limit = error.least
             elif target == met:  # it was found already
                 return
             else:
-                target = (target + met) / 2
+                target = max((target + met) / 2, error.least)
             continue
         yield found
         met = target
         if found.plan.schedule.cut is not None and _held(found) <= ALMOST * limit:
-            request = replace(request, schedule=found.plan.schedule)
+            asked = replace(request, schedule=found.plan.schedule)
         if NEAR * limit <= _held(found) <= limit:
             return
         more = (limit / _held(found)) ** 2

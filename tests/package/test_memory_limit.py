@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,13 @@ from fxsched.options import Options
 from fxsched.partition.planner import MemoryLimitError
 
 
-def limits_of(held: Callable[[float], float], limit: float) -> tuple[list[float], Any]:
+def limits_of(
+    held: Callable[[float], float], limit: float, cut: dict[str, int] | None = None
+) -> tuple[list[float], Any]:
     """The limits that plans are made for, and what comes of it.
 
     held: bytes of a plan that is made for a limit; an error's least, if negative.
+    cut: of these plans, which can't be made again with it.
     """
     asked: list[float] = []
 
@@ -29,6 +33,8 @@ def limits_of(held: Callable[[float], float], limit: float) -> tuple[list[float]
         else:
             asked.append(request.memory_limit)
             size = held(request.memory_limit)
+            if request.schedule.cut is not None:
+                raise MemoryLimitError("too much", limit / 2)
             if size < 0:
                 raise MemoryLimitError("too much", -size)
         at_once = SimpleNamespace(total=size, _asdict=lambda: {"weights": size})
@@ -38,7 +44,7 @@ def limits_of(held: Callable[[float], float], limit: float) -> tuple[list[float]
         plan = SimpleNamespace(
             memory=[SimpleNamespace(at_once=at_once)],
             compared=None,
-            schedule=schedules.gpipe(2, 4),
+            schedule=replace(schedules.gpipe(2, 4), cut=cut),
             stages=stages,
             simulate=lambda: SimpleNamespace(latency=1 / size),
         )
@@ -67,3 +73,9 @@ def test_the_least_that_is_named_is_planned_for_once() -> None:
     asked, error = limits_of(lambda limit: -150.0, 100)
     assert asked == [100, 150]
     assert isinstance(error, MemoryLimitError)
+
+
+def test_another_cut_is_looked_for_where_the_one_that_was_found_does_not_do() -> None:
+    asked, found = limits_of(lambda limit: 1.05 * limit, 100, cut={"a": 0})
+    less = pytest.approx(100 / 1.05**2)
+    assert asked == [100, less, less] and found <= 100

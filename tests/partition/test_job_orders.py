@@ -50,6 +50,6 @@ def test_a_strict_order_that_is_found_under_a_limit_equals_eager() -> None:
     model, inputs = gpt()
     schedule = schedules.auto(2, 4, split_backward=True)
     free = plan(model, schedule, *inputs)
-    limit = 0.7 * max(peaks.at_once.total for peaks in free.memory)
+    limit = 0.76 * max(peaks.at_once.total for peaks in free.memory)
     assert plan(model, schedule, *inputs, memory_limit=limit).schedule.in_order
     assert verify(model, schedule, *inputs, memory_limit=limit).passed
