@@ -111,7 +111,7 @@ def _with_weights(
     place = {op: i for i, op in enumerate(every)}
     at_hand: dict[int, dict[Value, Message]] = {}  # what the last job on a worker read
     jobs: dict[int, list[Op]] = {}  # of a worker
-    fetching: dict[int, list[int]] = {}  # the numbers of those that ask for weights
+    fetching: dict[int, list[int]] = {}  # last readers of what was asked for
     on_host: dict[tuple[int, Value], tuple[int, Message, int]] = {}  # from when to when
     before: dict[Op, list[Message]] = {}
     after: dict[Op, list[Message]] = {}  # updates
