@@ -81,6 +81,19 @@ def held(
     backend = fxsched.backend(schedule, **options)
     compiled = torch.compile(model, backend=backend)
     compiled(*inputs).backward()
+    measured = most_held(compiled, model, inputs)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    plan = backend.plan
+    assert plan is not None
+    most = plan.memory[rank].at_once
+    return Held(most.total - most.weights - most.state, measured)
+
+
+def most_held(
+    compiled: Callable[..., Tensor], model: nn.Module, inputs: tuple[Any, ...]
+) -> int:
+    """Bytes besides weights and inputs that this rank holds at most in a step of a
+    compiled model that has run."""
     model.zero_grad()
     tensors = (each for each in tree_leaves(inputs) if isinstance(each, Tensor))
     mode = Allocated([*model.parameters(), *model.buffers(), *tensors])
@@ -93,11 +106,7 @@ def held(
     with mock.patch.object(Run, "advance", counted):
         compiled(*inputs).backward()
     model.zero_grad()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    plan = backend.plan
-    assert plan is not None
-    most = plan.memory[rank].at_once
-    return Held(most.total - most.weights - most.state, mode.peak)
+    return mode.peak
 
 
 class Checkpointed(nn.Module):
@@ -152,6 +161,7 @@ def main() -> None:
     parser.add_argument("schedules", nargs="+")
     parser.add_argument("--model", default="gpt")
     parser.add_argument("--carry", default="saved")
+    parser.add_argument("--transport", help="of ranks; gloo: no memory is shared")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if "RANK" in os.environ:
@@ -160,7 +170,8 @@ def main() -> None:
     for name in options.schedules:
         torch._dynamo.reset()
         model, inputs = made(options.model)
-        mine = held(model, inputs, library(name, workers, 8), carry=options.carry)
+        own = {"carry": options.carry, "transport": options.transport}
+        mine = held(model, inputs, library(name, workers, 8), **own)
         everyone: list[Any] = [mine]
         if dist.is_initialized():
             everyone = [None] * workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import fx
@@ -20,7 +21,7 @@ class _Split(NamedTuple):
 
     inputs, weights: gradients of these. early: nodes of B, what gradients of inputs
     depend on. late: the others, of W. carried: what W reads of B's values. state: what
-    it reads of the state, with its numbers.
+    it reads of the state, with its numbers. needs: what all arguments are.
     """
 
     inputs: list[fx.Node]
@@ -29,6 +30,7 @@ class _Split(NamedTuple):
     late: list[fx.Node]
     carried: list[fx.Node]
     state: dict[fx.Node, int]
+    needs: dict[fx.Node, Source]
 
 
 def split_weights(graphs: StageGraphs) -> StageGraphs:
@@ -58,7 +60,7 @@ def split_weights(graphs: StageGraphs) -> StageGraphs:
         weight=lazy_module(graphs.backward, _weight_graph(split)),
         weight_needs=(*(Source("state", i) for i in split.state.values()), *carried),
         carried=tuple(Spec.of(of_node(n)["val"]) for n in split.carried),
-        carried_bytes=bytes_of(map(base, split.carried)),
+        carried_bytes=bytes_of(_memory(graphs, split)),
     )
 
 
@@ -72,14 +74,21 @@ def _split(graphs: StageGraphs, whole: fx.GraphModule) -> _Split:
     read = [*(p for n in late for p in n.all_input_nodes), *weights]
     outside = dict.fromkeys(n for n in read if n not in inside)
     arguments = whole.graph.find_nodes(op="placeholder")
-    state = {
-        node: need.number
-        for node, need in zip(arguments, graphs.needs, strict=True)
-        if need.what == "state"
-    }
+    needs = dict(zip(arguments, graphs.needs, strict=True))
+    state = {node: need.number for node, need in needs.items() if need.what == "state"}
     carried = [n for n in outside if n not in state]
     read_state = {n: state[n] for n in outside if n in state}
-    return _Split(inputs, weights, early, late, carried, read_state)
+    return _Split(inputs, weights, early, late, carried, read_state, needs)
+
+
+def _memory(graphs: StageGraphs, split: _Split) -> Iterator[fx.Node]:
+    """The nodes whose memory carried tensors are in; F's, of saved ones, of which
+    several may be views of one."""
+    made, count = list(result(graphs.forward)), len(graphs.saved)
+    saved = made[len(made) - count :]
+    needs = split.needs.items()
+    of = {a: base(saved[need.number]) for a, need in needs if need.what == "saved"}
+    return (of.get(node, node) for node in map(base, split.carried))
 
 
 def _input_graph(whole: fx.Graph, split: _Split) -> fx.Graph:

@@ -26,6 +26,7 @@ from . import (
     gpu,
     hosts,
     lengths,
+    limits,
     memory,
     norms,
     overhead,
@@ -89,6 +90,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     sums = commands.add_parser("congestion", help=_first(congestion.__doc__))
     congestion.add_options(sums)
     lengths.add_options(commands.add_parser("lengths", help=_first(lengths.__doc__)))
+    _add_limits(commands.add_parser("limits", help=_first(limits.__doc__)))
     norms.add_options(commands.add_parser("norms", help=_first(norms.__doc__)))
     _add_overhead(commands.add_parser("overhead", help=_first(overhead.__doc__)))
     _add_peers(commands.add_parser("peers", help=_first(race.__doc__)))
@@ -168,12 +170,26 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=plan.run, workers=0)
 
 
-def _add_predict(parser: argparse.ArgumentParser) -> None:
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_planned(parser, ["1f1b", "auto"])
+    shares = [1.0, 0.8, 0.6, 0.5, 0.4]
+    add("--shares", nargs="+", type=float, default=shares, help="(1 .8 .6 .5 .4)")
+    add("--steps", type=int, default=12, help="of each plan (12)")
+    parser.set_defaults(run=limits.run)
+
+
+def _add_planned(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Options of a model, and of schedules to plan it by."""
     add = parser.add_argument
     _add_language(parser)
-    names = ["ddp", "gpipe", "1f1b", "interleaved", "zb_h1"]
     add("--schedules", nargs="+", default=names, help=f"({' '.join(names)})")
     add("--model", choices=["gpt", *MODELS], default="gpt", help="(gpt)")
+
+
+def _add_predict(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_planned(parser, ["ddp", "gpipe", "1f1b", "interleaved", "zb_h1"])
     add("--optimizer", action="store_true", help="AdamW, in the program")
     add("--steps", type=int, default=20, help="of each schedule (20)")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     """Every schedule's step: predicted from a profile of one microbatch, predicted from
     the durations of the jobs that ran, and measured, in turns."""
     dist.init_process_group("gloo")
-    model, batch = _made(options)
+    model, batch = made(options)
     count = options.microbatches
     profile = fxsched.profile(model, *batch, microbatches=count)
     world, rows = dist.get_world_size(), []
@@ -46,12 +46,12 @@ def run(options: argparse.Namespace) -> int:
             schedule = schedules.LIBRARY[name](workers=world, microbatches=count)
         # a step that keeps its timeline also waits for all ranks: time another
         for record in (True, False):
-            model, batch = _made(options)
+            model, batch = made(options)
             inside = None
             if options.optimizer:
                 inside = torch.optim.AdamW(model.parameters(), lr=1e-4)
-            made = fxsched.backend(schedule, profile=profile, optimizer=inside)
-            backend = fxsched.Backend(recording(made.options, record))
+            given = fxsched.backend(schedule, profile=profile, optimizer=inside)
+            backend = fxsched.Backend(recording(given.options, record))
             racers.append(Racer(name, model, backend, batch))
     race(racers, options.steps)
     for recorded, timed in zip(racers[::2], racers[1::2], strict=True):
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _made(options: argparse.Namespace) -> Asked:
+def made(options: argparse.Namespace) -> Asked:
     """The model with its inputs, the same each time and on each rank."""
     torch.manual_seed(0)
     if options.model in MODELS:

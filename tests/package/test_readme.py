@@ -21,7 +21,7 @@ from fxsched.cli.main import group
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\{?\w+\}?)\n(.*?)^```$", re.M | re.S)
-SHOWN = {"plan": 1, "stages": 1, "simulate": 1, "memory": 3}  # outputs below the blocks
+SHOWN = {"plan": 1, "stages": 1, "simulate": 1, "memory": 4}  # outputs below the blocks
 PICTURE = re.compile(r"\[([^]]*)\]\(([^)]*(?:svg|pictures/[^)]*))\)")
 
 

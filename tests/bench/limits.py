@@ -1,0 +1,82 @@
+"""Steps under limits of memory: planned, and measured in turns.
+
+A limit is a share of the most bytes that a rank of 1f1b holds without one. --model: a
+GPT of the given size, or one of tests/encoders.py. Ratios are to 1f1b without a limit,
+whose plan is made of the same profile; bytes are those of the rank with the most, and
+all values go through the process group, so that no memory is shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+
+import fxsched
+from fxsched import schedules
+
+from ..allocated import most_held
+from .measure import slowest
+from .predict import Racer, made, race
+
+
+def run(options: argparse.Namespace) -> int:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    model, batch = made(options)
+    count, world = options.microbatches, dist.get_world_size()
+    given: dict[str, Any] = {
+        "transport": "gloo",
+        "profile": fxsched.profile(model, *batch, microbatches=count),
+    }
+    most = float("nan")
+    asked: list[tuple[str, float | None]] = [("1f1b", None)]
+    asked += [(n, share) for share in options.shares for n in options.schedules]
+    racers: list[Racer] = []
+    rows: dict[str, list[Any]] = {}
+    for name, share in asked:
+        title = name if share is None else f"{name}, {share:.0%}"
+        limit = None if share is None else share * most
+        schedule = schedules.LIBRARY[name](world, count)
+        model, batch = made(options)
+        backend = fxsched.backend(schedule, memory_limit=limit, **given)
+        racer = Racer(title, model, backend, batch)
+        try:
+            racer.step(*batch).backward()
+        except fxsched.PlanError as refused:
+            rows[title] = [title, str(refused)]
+        else:
+            racers.append(racer)
+            rows[title] = []
+            most = _most(racers[0].plan)
+    race(racers, options.steps)
+    steps = [
+        (r.plan.simulate().latency, statistics.median(slowest(r.seconds).tolist()))
+        for r in racers
+    ]
+    for racer, step in zip(racers, steps, strict=True):
+        here = racer.plan.memory[dist.get_rank()].at_once
+        stays = here.weights + here.state
+        held = stays + most_held(racer.step, racer.model, racer.batch)
+        (held,) = slowest([held]).tolist()
+        ratios = [now / first for now, first in zip(step, steps[0], strict=True)]
+        bytes_ = [_most(racer.plan) / most, held / most]
+        rows[racer.name] = [racer.name, *bytes_, *ratios]
+    if not dist.get_rank():
+        print(f"1f1b: {most / 2**20:.1f} MiB, a step of {1e3 * steps[0][1]:.0f} ms")
+        headers = ("schedule, limit", "planned", "held", "predicted", "measured")
+        table = [row for row in rows.values() if len(row) > 2]
+        print(tabulate(table, headers, floatfmt=".3f"))
+        for title, text in (row for row in rows.values() if len(row) == 2):
+            print(f"{title}: {text}")
+    dist.destroy_process_group()
+    return 0
+
+
+def _most(plan: fxsched.Plan) -> float:
+    """Bytes of the rank that holds the most."""
+    return max(peak.at_once.total for peak in plan.memory)
