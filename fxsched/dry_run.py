@@ -118,6 +118,7 @@ def profile(
     _check_model("profile", model)
     positive("profile", repeats=repeats, microbatches=microbatches)
 
+    @torch.inference_mode(mode=False)
     def measured() -> Profile:
         schedule = Schedule(1, microbatches)
         options = Options(schedule, batch_dims=batch_dims, model_passes=model_passes)

@@ -187,10 +187,11 @@ class _Lives:
         else:
             yield Born(line, self._kind(line), size)
 
-    def most(self, op: Op, freed: Mapping[Value, float]) -> float:
-        """Bytes that a job takes at most, beyond what is there when it begins.
+    def temporary(self, op: Op, freed: Mapping[Value, float], grown: float) -> float:
+        """Bytes that a job takes at most, beyond what is there at its end.
 
-        freed: those of values that it is the last to read.
+        freed: those of values that it is the last to read. grown: what is there at its
+        end beyond what was when it began.
         """
         job = op.job
         assert job is not None, "only a job takes some"
@@ -198,7 +199,7 @@ class _Lives:
         recipe = self.step.recipes[kind]
         ways = of_call(recipe.call).get("moments")
         if ways is None:  # on paper
-            return 0.0
+            return of_call(recipe.call).get("temporary", 0.0)
         given = _given(recipe.call, job.direction)
         sizes = {node: _output(node, job.direction)[1] for node in recipe.before}
         posted = map(self._received, self.step.posts.get(op, ()))
@@ -212,7 +213,7 @@ class _Lives:
         for gone, size in ways[-1 if adds else 0]:
             now -= sum(sizes.get(given[i], 0.0) for i in gone)
             most = max(most, now + size)
-        return most
+        return max(0.0, most - grown)
 
     def _received(self, message: Message) -> Born:
         """What comes, once it is decoded."""
@@ -294,8 +295,8 @@ def _walk(
                 held[where] = born.kind, born.size
                 now[born.kind] += born.size
         if _is_job(line):
-            most = before + lives.most(line, freed)
-            now[TEMPORARY] = max(0.0, most - sum(now[:HOST]))
+            grown = sum(now[:HOST]) - before
+            now[TEMPORARY] = lives.temporary(line, freed, grown)
         yield line, now
         now[TEMPORARY] = 0.0
         for value in ended:

@@ -211,7 +211,8 @@ class _Paper:
         args = tuple(map(self.inputs.__getitem__, groups)), tuple(self.reads[kind])
         name = f"{direction.name.lower()}_{stage}"
         call = self.calls.create_node("call_module", name, args)
-        note_call(call, stage=stage, direction=direction, draw=None)
+        size = self.stages.nodes[stage].get("temporary", 0.0)
+        note_call(call, stage=stage, direction=direction, draw=None, temporary=size)
         for made in self.makes[kind]:
             node = self._out(call, made)
             for reader in made.readers:

@@ -95,7 +95,7 @@ class CallRecord(AnyRecord, total=False):
     held: bytes of memory that it takes which no other value of its job has; received:
         those that it takes where a message brings it.
     moments: what a job takes while it runs, and where its gradients are added to sums;
-        see autodiff/temporaries.py.
+        see autodiff/temporaries.py. temporary: on paper, the most of it.
     lent: positions of tensors in it that are views of rows of the batch.
     trained: whether what a stage gives has a gradient.
     worker: that runs it. task: the job or other piece of work that it belongs to; n:
@@ -115,6 +115,7 @@ class CallRecord(AnyRecord, total=False):
     held: float
     received: float
     moments: tuple[Moments, ...]
+    temporary: float
     lent: tuple[int, ...]
     trained: bool
     worker: int

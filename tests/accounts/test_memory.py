@@ -135,6 +135,17 @@ def test_the_state_of_an_optimizer_is_known_before_its_first_step(
     ]
 
 
+def test_on_paper_too_a_job_takes_what_its_stage_says() -> None:
+    stages = nx.DiGraph([(0, 1)])
+    for s in stages:
+        stages.nodes[s].update(forward=1.0, backward=2.0, held=10.0, temporary=5.0 + s)
+    found = fxsched.simulate(fxsched.schedules.gpipe(2, 4), stages).memory
+    assert [(p.at_once.activations, p.at_once.temporary) for p in found] == [
+        (40.0, 5.0),
+        (40.0, 6.0),
+    ]
+
+
 def test_a_state_that_cannot_be_found_out_is_not_known() -> None:
     class Stubborn(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -208,7 +219,7 @@ def test_a_limit_is_of_all_kinds() -> None:
     enough = {"optimizer": adamw, "memory_limit": 1.001 * most}
     fits = fxsched.plan(model, schedule, *inputs, **enough)
     assert max(p.at_once.total for p in fits.memory) <= 1.001 * most
-    with pytest.raises(fxsched.PlanError, match=r"\(weights \d+, .*state \d+, activ"):
+    with pytest.raises(fxsched.PlanError, match=r"\(weights \d+, .*state \d+, temp"):
         fxsched.plan(model, schedule, *inputs, optimizer=adamw, memory_limit=most / 4)
 
 

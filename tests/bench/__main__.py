@@ -254,6 +254,8 @@ def _add_shards(parser: argparse.ArgumentParser) -> None:
     _add_language(parser)
     add = parser.add_argument
     add("--steps", type=int, default=20, help="of each contestant (20)")
+    names = shards.NAMES
+    add("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.set_defaults(each=shards.each)
 
 

@@ -18,6 +18,7 @@ from .ours import TENSOR_PARALLEL
 SIZES = (
     *("workers", "microbatches", "layers", "width", "length", "vocabulary", "batch"),
 )
+NAMES = ("shards", "shards-whole", *TENSOR_PARALLEL)
 MEMORY = ("shards", "torch-tp-head", "shards-whole", "torch-tp-head-whole")
 
 
@@ -28,12 +29,13 @@ def each(
     sizes = [
         word for name in SIZES for word in (f"--{name}", str(getattr(options, name)))
     ]
-    race = ["peers", *sizes, "--only", "shards*", *TENSOR_PARALLEL]
+    race = ["peers", *sizes, "--only", *options.only]
     race += ["--steps", str(options.steps), "--alone-every", "4"]
     if launch(options.workers, race):
         return 1
     alone = partial(launch, options.workers)
-    found = usages(MEMORY, alone, ["memory", *sizes])
+    in_memory = [name for name in MEMORY if name in options.only]
+    found = usages(in_memory, alone, ["memory", *sizes])
     if found is None:
         return 1
     print(table(found, PAIRS))

@@ -29,7 +29,7 @@ SMALLEST = {  # what it prints, and the rest of the command
         "--rounds 1 --blocks 1 --width 16 --length 8 "
         "--vocabulary 32 --batch 8 --only lpp",
     ),
-    "gpu": ("ScheduleInterleavedZeroBubble", f"--device cpu {SMALL_GPU}"),
+    "gpu": ("InterleavedZeroBubble", f"--device cpu {SMALL_GPU} --only zb_v"),
     "hosts": (
         "1f1b",
         "--rates 1000 --rounds 1 --only 1f1b torch-1f1b --forward 1",
@@ -54,7 +54,7 @@ SMALLEST = {  # what it prints, and the rest of the command
     "predict": ("from a profile ms", f"{SMALL} --steps 1 --schedules 1f1b"),
     "save": ("background=True", "--rounds 1 --forward 1"),
     "search": ("zb_1p", "--rows 0 --effort 0.01"),
-    "shards": ("torch-tp-head-whole", f"{SMALL} --steps 1"),
+    "shards": ("torch-tp-whole", f"{SMALL} --steps 1 --only shards-whole"),
     "simulate": ("4 stages on as many workers", "--stages 4 --microbatches 4"),
     "stale": ("stale_by_one", "--workers 2"),
     "table": ("| DDP", f"{SMALL} --models nanogpt --steps 1 --tries 1"),
