@@ -17,6 +17,7 @@ from ..clock.timeline import Event
 from ..ir import joint, ops
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, tensors
 from ..ir.meta import of_node
+from ..ir.request import Request
 from ..jobs.job import Direction, PlanError
 from .costs import Operands, Work
 
@@ -112,24 +113,36 @@ def _jobs(events: Iterable[Event]) -> Times:
     return Times(*seconds)
 
 
+def times_of(node: fx.Node) -> Times:
+    """Seconds of a node's F and of its B, which may compute F again."""
+    work = of_node(node)["work"]
+    again = work.forward * ("recompute" in of_node(node))
+    return Times(work.forward, work.backward + again)
+
+
 class Known(NamedTuple):
-    """What a plan knows of a node: its stage (None: copied to those that read it), and
-    its times, as estimated and as the plan has them."""
+    """What a plan knows of a node: its stage (None: copied to those that read it); its
+    times, as estimated and as the plan has them; and what its B takes to compute F
+    again, which isn't in these."""
 
     stage: int | None
     estimated: Times
     planned: Times
+    again: float
 
 
-def known_nodes(nodes: Sequence[fx.Node]) -> dict[str, Known]:
+def known_nodes(nodes: Sequence[fx.Node], request: Request) -> dict[str, Known]:
     """Nodes of a traced graph with stages, by the names that a Profile has for them."""
     profile = {}
     for node in nodes:
         if "work" in of_node(node):
             planned = Times.of(of_node(node)["work"])
             estimated = of_node(node).get("estimated", planned)
-            key = of_node(node)["key"]
-            profile[key] = Known(of_node(node).get("stage"), estimated, planned)
+            key, stage = of_node(node)["key"], of_node(node).get("stage")
+            again = times_of(node).backward - planned.backward
+            if stage is not None and request.carries(stage) == "recompute":
+                again = planned.forward
+            profile[key] = Known(stage, estimated, planned, again)
     return profile
 
 
@@ -144,7 +157,8 @@ def fit_profile(
         taken.setdefault(kind, []).append(event.end - event.start)
     ratios: dict[int | None, Times] = {None: Times(1.0, 1.0)}
     for stage in {stage for stage, _ in taken}:
-        planned = _total(n.planned for n in nodes.values() if n.stage == stage)
+        own = [node for node in nodes.values() if node.stage == stage]
+        planned = _total(Times(f, b + again) for _, _, (f, b), again in own)
         f, *b = (
             statistics.median(taken.get((stage, d), [0.0]))
             for d in (FORWARD, BACKWARD, WEIGHT)

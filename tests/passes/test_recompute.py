@@ -182,3 +182,20 @@ def test_errors_name_the_option_and_what_is_allowed() -> None:
             carry={"norm": "recompute"},
             batch_norm="microbatch",
         )
+
+
+@pytest.mark.parametrize("carry", ["recompute", {"blocks.*": "recompute"}])
+def test_a_profile_has_the_times_of_operations_that_run_once(carry: Any) -> None:
+    """From a step whose B runs F again, and for one whose B does."""
+    model, inputs = build("gpt")
+    schedule = schedules.gpipe(1, 4)
+
+    def step(**options: Any) -> fxsched.Plan:
+        return fxsched.plan(model, schedule, *inputs, **options)
+
+    free, again = step(), step(carry=carry)
+    profile = again.profile(list(again.timeline))
+    wanted = [each.simulate().latency for each in (free, again)]
+    assert wanted[1] > 1.2 * wanted[0]
+    found = [step(profile=profile), step(profile=profile, carry=carry)]
+    assert [p.simulate().latency for p in found] == pytest.approx(wanted, rel=0.05)
