@@ -97,7 +97,7 @@ def cut_stages(
         for t in tensors(of_call(node).get("val"))
     )
     replicated = any(node.meta.get(REPLICATED) for node in nodes)
-    known = known_nodes(nodes, request)
+    known = known_nodes(nodes)
     _forget(gm)
     return StageGraph(gm, inputs, known, arithmetic, half, replicated)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import fx
 
@@ -25,11 +25,11 @@ from ..ir import joint, ops
 from ..ir.facts import FACTS, facts, stage_facts
 from ..ir.graphs import Role, Specs, arguments, in_type, result
 from ..ir.lazy import write_code
-from ..ir.meta import Moments, note_call, of_call
+from ..ir.meta import Moments, note_call, of_call, of_node
 from ..ir.model_lines import LINES, model_lines
 from ..ir.request import Request
 from ..jobs.job import Direction, PlanError
-from ..partition.costs import graph_cost, rates_of
+from ..partition.costs import cost_of_nodes, rates_of
 from .gradient_layouts import GradientLayouts
 from .gradient_order import other_layout
 
@@ -57,6 +57,13 @@ def differentiate_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule
     return _Differentiation(gm, request).run()
 
 
+class Seconds(NamedTuple):
+    """What a flat graph should take: all of it, and what of F it computes again."""
+
+    all: float
+    again: float
+
+
 class _Differentiation:
     def __init__(self, gm: fx.GraphModule, request: Request) -> None:
         self.gm, self.request, self.graph = gm, request, gm.graph
@@ -70,7 +77,7 @@ class _Differentiation:
         self.cache: dict[str, StageGraphs] = {}
         self.blocks: dict[str, Joint] = {}  # of stages, whose keys have ids in them
         self.pairs: dict[fx.Node, StageGraphs] = {}
-        self.costs: dict[fx.GraphModule, float] = {}  # seconds
+        self.costs: dict[fx.GraphModule, Seconds] = {}
         self.moments: dict[object, tuple[Moments, ...]] = {}
         self.layouts = GradientLayouts()
         self.parking: dict[str, float] = {}
@@ -318,8 +325,9 @@ class _Differentiation:
             f"backward_{stage}",
             (weights if reads else (), saved, tuple(read_inputs), tangents, None),
         )
-        now, later = self._backward_seconds(self._module(call), pair)
-        now += recompute * of_call(forward)["seconds"]
+        now, later, again = self._backward_seconds(self._module(call), pair)
+        whole = recompute * of_call(forward)["seconds"]
+        now, again = now + whole, again + whole
         size = max(pair.held if saved is not None else 0, pair.carried_bytes)
         kept = [x for x in read_inputs if x is not None and not joint.is_whole(x)]
         received = [value for value in kept if value.op != "placeholder"]
@@ -328,6 +336,7 @@ class _Differentiation:
         )
         # 0 would say that it has no B, where it only gives a gradient another shape
         data = Stage(backward=max(now + later, SHORTEST), weight=later, held=held)
+        data["again"] = again
         forward_most = of_call(forward)["moments"]
         data["temporary"] = max(0, _most(forward_most) - held, _most(moments))
         self.stages.nodes[stage].update(data)
@@ -375,7 +384,7 @@ class _Differentiation:
         forward = self.graph.call_module(f"forward_{stage}", (*call.args, None))
         note_call(forward, direction=Direction.FORWARD)
         measured = stage_facts(self._module(call)).measured
-        seconds = measured[0] if measured else self._seconds(pair.forward)
+        seconds = measured[0] if measured else self._seconds(pair.forward).all
         moments = self._moments(pair, Direction.FORWARD, module)
         note_call(forward, stage=stage, seconds=seconds, moments=moments)
         of_call(forward)["draw"] = of_call(call)["draw"] if pair.random else None
@@ -393,14 +402,20 @@ class _Differentiation:
 
     def _backward_seconds(
         self, module: fx.GraphModule, pair: StageGraphs
-    ) -> tuple[float, float]:
-        """Of B, without F's where that is recomputed, and of W."""
+    ) -> tuple[float, float, float]:
+        """Of B, without a whole F that runs again; of W; and of what they compute again
+        of F."""
         assert pair.backward is not None
-        now = self._seconds(pair.backward)
-        later = 0.0 if pair.weight is None else self._seconds(pair.weight)
+        graphs = [graph for graph in (pair.backward, pair.weight) if graph is not None]
+        now, *later = (self._seconds(graph).all for graph in graphs)
+        again = sum(self._seconds(graph).again for graph in graphs)
         measured = stage_facts(module).measured
-        scale = measured[1] / ((now + later) or 1.0) if measured else 1.0
-        return now * scale, later * scale
+        if measured is None:
+            return now, sum(later), again
+        forward, backward = measured
+        again *= forward / (self._seconds(pair.forward).all or 1.0)
+        scale = (backward + again) / ((now + sum(later)) or 1.0)
+        return now * scale, sum(later) * scale, again
 
     def _moments(
         self,
@@ -420,10 +435,13 @@ class _Differentiation:
             self.moments[key] = tuple(found)
         return self.moments[key]
 
-    def _seconds(self, flat: fx.GraphModule) -> float:
+    def _seconds(self, flat: fx.GraphModule) -> Seconds:
         """What a flat graph should take; stages share them."""
         if flat not in self.costs:
-            self.costs[flat] = graph_cost(flat, self.request.device).seconds
+            every = list(flat.graph.nodes)
+            again = [node for node in every if of_node(node).get("again")]
+            costs = (cost_of_nodes(n, self.request.device) for n in (every, again))
+            self.costs[flat] = Seconds(*(cost.seconds for cost in costs))
         return self.costs[flat]
 
     def _item(self, call: fx.Node, position: int, name: str) -> fx.Node:

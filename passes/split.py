@@ -36,7 +36,6 @@ from ..ir.meta import note_call, of_call, of_node
 from ..ir.request import Device, Request
 from ..jobs.job import Job, PlanError
 from ..partition.costs import send_seconds, update_seconds
-from ..partition.measure import times_of
 from .stage_builder import Port, StageBuilder, reads_whole
 
 LITTLE = 0.02  # of a stage's work, below which a part of a module isn't named
@@ -157,8 +156,8 @@ class _Calls:
 
 def _seconds(nodes: list[fx.Node]) -> tuple[float, float]:
     """Of F and of B of a stage's nodes."""
-    times = [times_of(node) for node in nodes if "work" in of_node(node)]
-    return sum(each.forward for each in times), sum(each.backward for each in times)
+    work = [of_node(node)["work"] for node in nodes if "work" in of_node(node)]
+    return sum(w.forward for w in work), sum(w.backward for w in work)
 
 
 def _by_stage(gm: fx.GraphModule) -> list[list[fx.Node]]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import Spec, base, draws, is_view, result
-from ..ir.meta import of_node
+from ..ir.meta import note, of_node
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from .activation_checkpoints import is_forward, recomputed
@@ -112,6 +112,7 @@ def recompute_in_backward(joint: Joint) -> None:
             with graph.inserting_before(before):
                 copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
             copies[node].meta = {**node.meta, "partitioner_tag": "is_backward"}
+            note(copies[node], again=True)
         return copies[node]
 
     for node in list(graph.nodes):

@@ -32,6 +32,7 @@ class Stage(TypedDict, total=False):
     forward, backward: seconds for one microbatch; a stage with `backward` 0 has no B.
     weight: if the backward is split, the part of `backward` that W takes (by default
         half of it); B takes the rest.
+    again: the part of `backward` in which B computes again what F did (by default 0).
     update: seconds for a step of the optimizer on the stage's weights (by default 0).
     held: bytes of activations between F and B.
     temporary: bytes that a job takes at most while it runs; 0 if missing.
@@ -59,6 +60,7 @@ class Stage(TypedDict, total=False):
     forward: float
     backward: float
     weight: float
+    again: float
     update: float
     held: float
     temporary: float

@@ -50,7 +50,8 @@ class NodeRecord(AnyRecord, total=False):
     source: the node of the model's graph that it was made of.
     mutates: fake tensors that it writes into; learns: of these, running statistics of a
         normalization.
-    recompute: which call of torch.utils.checkpoint it is in, if any.
+    recompute: which call of torch.utils.checkpoint it is in, if any; again: whether it
+        computes in B what F did.
     rows: how its value depends on the batch (rows.Rows).
     passed: stages that give a value that they read to the next that does.
     random: how many draws of random numbers it makes; replicated: whether they are made
@@ -73,6 +74,7 @@ class NodeRecord(AnyRecord, total=False):
     mutates: Any
     learns: Any
     recompute: Any
+    again: bool
     rows: Any
     passed: Any
     random: int

@@ -8,7 +8,7 @@ time to start it. FLOPs are those of torch.utils.flop_counter's formulas.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -209,10 +209,10 @@ def cost_of(
     return Cost(flops, moved, seconds)
 
 
-def graph_cost(gm: fx.GraphModule, target: Device | None) -> Cost:
-    """The cost of an aten graph whose nodes carry fake values."""
+def cost_of_nodes(nodes: Iterable[fx.Node], target: Device | None) -> Cost:
+    """The cost of nodes of an aten graph, which carry fake values."""
     total = Cost()
-    for node in gm.graph.nodes:
+    for node in nodes:
         func: Any = node.target
         args: Any = fx.map_arg(node.args, _value)
         kwargs: Any = fx.map_arg(node.kwargs, _value)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import networkx as nx
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -17,7 +18,6 @@ from ..clock.timeline import Event
 from ..ir import joint, ops
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, tensors
 from ..ir.meta import of_node
-from ..ir.request import Request
 from ..jobs.job import Direction, PlanError
 from .costs import Operands, Work
 
@@ -113,57 +113,48 @@ def _jobs(events: Iterable[Event]) -> Times:
     return Times(*seconds)
 
 
-def times_of(node: fx.Node) -> Times:
-    """Seconds of a node's F and of its B, which may compute F again."""
-    work = of_node(node)["work"]
-    again = work.forward * ("recompute" in of_node(node))
-    return Times(work.forward, work.backward + again)
-
-
 class Known(NamedTuple):
-    """What a plan knows of a node: its stage (None: copied to those that read it); its
-    times, as estimated and as the plan has them; and what its B takes to compute F
-    again, which isn't in these."""
+    """What a plan knows of a node: its stage (None: copied to those that read it), and
+    its times, as estimated and as the plan has them."""
 
     stage: int | None
     estimated: Times
     planned: Times
-    again: float
 
 
-def known_nodes(nodes: Sequence[fx.Node], request: Request) -> dict[str, Known]:
+def known_nodes(nodes: Sequence[fx.Node]) -> dict[str, Known]:
     """Nodes of a traced graph with stages, by the names that a Profile has for them."""
     profile = {}
     for node in nodes:
         if "work" in of_node(node):
             planned = Times.of(of_node(node)["work"])
             estimated = of_node(node).get("estimated", planned)
-            key, stage = of_node(node)["key"], of_node(node).get("stage")
-            again = times_of(node).backward - planned.backward
-            if stage is not None and request.carries(stage) == "recompute":
-                again = planned.forward
-            profile[key] = Known(stage, estimated, planned, again)
+            key = of_node(node)["key"]
+            profile[key] = Known(of_node(node).get("stage"), estimated, planned)
     return profile
 
 
 def fit_profile(
-    nodes: Mapping[str, Known], steps: Sequence[Sequence[Event]]
+    nodes: Mapping[str, Known],
+    stages: nx.DiGraph[int],
+    steps: Sequence[Sequence[Event]],
 ) -> Profile:
     """The planned times of nodes, scaled stage by stage so that F and B of a stage take
-    what they took in steps, at the median."""
+    what they took in steps, at the median, but for what B computes again of F."""
     taken: dict[tuple[int, Direction], list[float]] = {}
     for event in (event for events in steps for event in events):
         kind = event.job.stage, event.job.direction
         taken.setdefault(kind, []).append(event.end - event.start)
     ratios: dict[int | None, Times] = {None: Times(1.0, 1.0)}
     for stage in {stage for stage, _ in taken}:
-        own = [node for node in nodes.values() if node.stage == stage]
-        planned = _total(Times(f, b + again) for _, _, (f, b), again in own)
+        planned = _total(n.planned for n in nodes.values() if n.stage == stage)
         f, *b = (
             statistics.median(taken.get((stage, d), [0.0]))
             for d in (FORWARD, BACKWARD, WEIGHT)
         )
-        ratios[stage] = Times(f, sum(b) or planned.backward).over(planned)
+        data = stages.nodes[stage]
+        once = 1.0 - data.get("again", 0.0) / (data["backward"] or 1.0)
+        ratios[stage] = Times(f, once * sum(b) or planned.backward).over(planned)
     return Profile(
         {key: node.planned.scaled(ratios[node.stage]) for key, node in nodes.items()},
         {key: node.estimated for key, node in nodes.items()},

@@ -414,7 +414,7 @@ class Plan:
                     f"this plan, with each of its {len(self.jobs)} jobs once; here are "
                     f"{len(timeline)} events"
                 )
-        return fit_profile(self.nodes, timelines)
+        return fit_profile(self.nodes, self.stages, timelines)
 
     def compare(self, timeline: Sequence[Event]) -> str:
         """Shows where a measured timeline differs from the plan, as text.
