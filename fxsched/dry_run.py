@@ -17,7 +17,7 @@ from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
 from .ir.generators import kept_generators
 from .ir.modes import modes_after_errors
-from .jobs.job import PlanError
+from .jobs.job import Direction, PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import positive, shown
 from .options import PLANNED, Options, named_in_errors, parted, with_names
@@ -159,7 +159,10 @@ def _fitted(
             for _ in range(FITTED_STEPS + 1):  # the first one warms up
                 _run(step, args)
     steps = [*step.earlier, step.events][-FITTED_STEPS:]
-    return profile.fitted(step.plan.simulate().timeline, steps)
+    planned, stages = step.plan.simulate().timeline, step.plan.stages.nodes
+    back = (e.job.stage for e in planned if e.job.direction is Direction.BACKWARD)
+    again = sum(stages[stage].get("again", 0.0) for stage in back)
+    return profile.fitted(planned, again, steps)
 
 
 def _run(step: Step, args: tuple[Any, ...]) -> None:

@@ -104,8 +104,8 @@ class Options:
     passes: functions (program, request) -> program that change each worker's program
         before fxsched inserts the frees; see fxsched.passes.
     memory_limit: bytes that stages="auto" may put on a worker: weights, their gradients
-        and activations; with optimizer=, its state and older versions of weights too.
-        The memory that one job needs while it runs is not counted.
+        activations, and what a job takes only while it runs; with optimizer=, its state
+        and older versions of weights too.
     same_stage: groups of names of modules, to keep in one stage with all between them.
     profile: True to record when each job runs, for backend.timeline; or the result of
         fxsched.profile, which also makes stages="auto" cut by measured times instead of

@@ -326,8 +326,9 @@ class _Differentiation:
             (weights if reads else (), saved, tuple(read_inputs), tangents, None),
         )
         now, later, again = self._backward_seconds(self._module(call), pair)
-        whole = recompute * of_call(forward)["seconds"]
-        now, again = now + whole, again + whole
+        if recompute:
+            seconds = of_call(forward)["seconds"]
+            now, again = now + seconds, again + seconds
         size = max(pair.held if saved is not None else 0, pair.carried_bytes)
         kept = [x for x in read_inputs if x is not None and not joint.is_whole(x)]
         received = [value for value in kept if value.op != "placeholder"]
@@ -335,8 +336,8 @@ class _Differentiation:
             s.bytes for value in received for s in of_call(value)["specs"]
         )
         # 0 would say that it has no B, where it only gives a gradient another shape
-        data = Stage(backward=max(now + later, SHORTEST), weight=later, held=held)
-        data["again"] = again
+        whole = max(now + later, SHORTEST)
+        data = Stage(backward=whole, weight=later, again=again, held=held)
         forward_most = of_call(forward)["moments"]
         data["temporary"] = max(0, _most(forward_most) - held, _most(moments))
         self.stages.nodes[stage].update(data)
@@ -388,7 +389,7 @@ class _Differentiation:
         moments = self._moments(pair, Direction.FORWARD, module)
         note_call(forward, stage=stage, seconds=seconds, moments=moments)
         of_call(forward)["draw"] = of_call(call)["draw"] if pair.random else None
-        data = Stage(forward=seconds, backward=0.0, weight=0.0, held=0)
+        data = Stage(forward=seconds, backward=0.0, weight=0.0, again=0.0, held=0)
         data["temporary"] = _most(moments)
         self.stages.nodes[stage].update(data)
         written = sorted({places[i][0] for i in pair.mutated})

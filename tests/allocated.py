@@ -1,9 +1,9 @@
 """Bytes of the tensors that a worker really holds in a step, beside plan.memory's.
 
 python -m tests.allocated SCHEDULE .. [--model gpt] [--carry saved]; under torchrun each
-rank is a worker and prints its own. A tensor counts from the operation that makes it,
-or that is the first to read it, until its memory is free; what was there before the
-step doesn't.
+rank is a worker and prints its own; [--transport gloo] shares no memory. A tensor
+counts from the operation that makes it, or that is the first to read it, until its
+memory is free; what was there before the step doesn't.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Stage(TypedDict, total=False):
     again: the part of `backward` in which B computes again what F did (by default 0).
     update: seconds for a step of the optimizer on the stage's weights (by default 0).
     held: bytes of activations between F and B.
-    temporary: bytes that a job takes at most while it runs; 0 if missing.
+    temporary: bytes that a job takes only while it runs, beyond `held`; 0 if missing.
     weights: bytes of the stage's weights and their gradients, without weights that an
         earlier stage reads.
     gradients: bytes of the gradients in `weights` (by default half).

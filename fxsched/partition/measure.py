@@ -45,6 +45,12 @@ class Times(NamedTuple):
         """Each time multiplied by its ratio."""
         return Times(*(a * b for a, b in zip(self, ratio, strict=True)))
 
+    def once(self, again: float, forward: float) -> Times:
+        """Those of jobs without what B computes again of F: so many of its planned
+        seconds, at the pace of F."""
+        pace = self.forward / (forward or 1.0)
+        return Times(self.forward, max(0.0, self.backward - again * pace))
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -63,16 +69,21 @@ class Profile:
         return f"profile of {len(self.measured)} nodes: F {f:.3g} s, B {b:.3g} s"
 
     def fitted(
-        self, planned: Sequence[Event], steps: Sequence[Sequence[Event]]
+        self,
+        planned: Sequence[Event],
+        again: float,
+        steps: Sequence[Sequence[Event]],
     ) -> Profile:
         """The same with F and B scaled so that jobs of a plan take what they took in
         steps, at the median of steps.
 
-        planned: the jobs as this profile has them.
+        planned: the jobs as this profile has them. again: seconds of these in which B
+            computes again what F did.
         """
-        taken = list(map(_jobs, steps))
+        taken, whole = list(map(_jobs, steps)), _jobs(planned)
         f, b = (statistics.median(each[i] for each in taken) for i in (0, 1))
-        ratio = Times(f, b).over(_jobs(planned))
+        once = (times.once(again, whole.forward) for times in (Times(f, b), whole))
+        ratio = next(once).over(next(once))
         measured = {key: each.scaled(ratio) for key, each in self.measured.items()}
         return Profile(measured, self.estimated)
 
@@ -153,8 +164,8 @@ def fit_profile(
             for d in (FORWARD, BACKWARD, WEIGHT)
         )
         data = stages.nodes[stage]
-        once = 1.0 - data.get("again", 0.0) / (data["backward"] or 1.0)
-        ratios[stage] = Times(f, once * sum(b) or planned.backward).over(planned)
+        f, once = Times(f, sum(b)).once(data.get("again", 0.0), data["forward"])
+        ratios[stage] = Times(f, once or planned.backward).over(planned)
     return Profile(
         {key: node.planned.scaled(ratios[node.stage]) for key, node in nodes.items()},
         {key: node.estimated for key, node in nodes.items()},

@@ -217,8 +217,7 @@ class Plan:
     def memory(self) -> list[Peaks]:
         """The most bytes that each worker holds in a step, by kind.
 
-        Not counted are the memory that one job needs while it runs, and what replicas
-        send to be averaged.
+        What operators take inside isn't counted, nor what replicas send to be averaged.
         """
         return held_bytes(self.step, self.state_bytes)
 

@@ -118,8 +118,8 @@ class Simulation:
         """The most bytes that each worker holds in a step, by kind.
 
         The stages must have `weights` (bytes of weights and their gradients) and
-        `held`; `state`, of the optimizer, is optional. Weights that other workers keep
-        arrive one job ahead, unless `prefetch` sets another number.
+        `held`; `state`, of the optimizer, and `temporary` are optional. Weights that
+        other workers keep arrive one job ahead, unless `prefetch` sets another number.
         """
         from ..accounts.held import held_bytes
         from ..accounts.paper import state_bytes

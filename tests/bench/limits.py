@@ -2,8 +2,9 @@
 
 A limit is a share of the most bytes that a rank of 1f1b holds without one. --model: a
 GPT of the given size, or one of tests/encoders.py. Ratios are to 1f1b without a limit,
-whose plan is made of the same profile; bytes are those of the rank with the most, and
-all values go through the process group, so that no memory is shared.
+whose plan is made of the same profile. Bytes are those of the rank with the most:
+`held` has weights and the optimizer's state as planned, the rest as it was. All values
+go through the process group, so that no memory is shared.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ def each(
     if launch(options.workers, race):
         return 1
     alone = partial(launch, options.workers)
-    in_memory = [name for name in MEMORY if name in options.only]
+    wanted = {*options.only, *PAIRS.values()}
+    in_memory = [name for name in MEMORY if name in wanted]
     found = usages(in_memory, alone, ["memory", *sizes])
     if found is None:
         return 1

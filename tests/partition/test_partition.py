@@ -501,9 +501,20 @@ def test_times_of_nodes_are_scaled_to_those_of_jobs() -> None:
 
     planned = jobs(4.0, 2.0)
     steps = [jobs(8.0, 1.0), jobs(6.0, 3.0), jobs(5.0, 9.0)]
-    found = Profile(times, times).fitted(planned, steps)
+    found = Profile(times, times).fitted(planned, 0.0, steps)
     assert found.measured == {"a": Times(1.5, 3.0), "b": Times(4.5, 0.0)}
     assert found.estimated == times
+    # B computes 1 of F's 4 again, which takes 1.5 as F takes 6
+    found = Profile(times, times).fitted(jobs(4.0, 3.0), 1.0, steps)
+    assert found.measured["a"] == Times(1.5, 1.5)
+
+
+def test_a_profile_can_be_made_where_gradients_are_off() -> None:
+    model, x = Wide(2), torch.ones(512, 512)
+    with torch.inference_mode():
+        profile = fxsched.profile(model, x, repeats=1)
+    f, b = (sum(each[i] for each in profile.measured.values()) for i in (0, 1))
+    assert b > f / 4
 
 
 def test_a_profile_leaves_out_the_steps_of_a_model_that_needs_more_options(

@@ -199,3 +199,12 @@ def test_a_profile_has_the_times_of_operations_that_run_once(carry: Any) -> None
     assert wanted[1] > 1.2 * wanted[0]
     found = [step(profile=profile), step(profile=profile, carry=carry)]
     assert [p.simulate().latency for p in found] == pytest.approx(wanted, rel=0.05)
+    paces = {"F": 2.0, "B": 1.5}
+    slower = [
+        e._replace(end=e.start + (e.end - e.start) * paces[e.job.direction.value])
+        for e in again.timeline
+    ]
+    other = step(profile=again.profile(slower), carry=carry).stages.nodes[0]
+    planned = again.stages.nodes[0]
+    assert other["forward"] == pytest.approx(2.0 * planned["forward"])
+    assert other["backward"] == pytest.approx(1.5 * planned["backward"], rel=0.01)
