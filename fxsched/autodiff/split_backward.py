@@ -84,8 +84,8 @@ def _split(graphs: StageGraphs, whole: fx.GraphModule) -> _Split:
 def _memory(graphs: StageGraphs, split: _Split) -> Iterator[fx.Node]:
     """The nodes whose memory carried tensors are in; F's, of saved ones, of which
     several may be views of one."""
-    made, count = list(result(graphs.forward)), len(graphs.saved)
-    saved = made[len(made) - count :]
+    made = list(result(graphs.forward))
+    saved = made[len(made) - len(graphs.saved) :]
     needs = split.needs.items()
     of = {a: base(saved[need.number]) for a, need in needs if need.what == "saved"}
     return (of.get(node, node) for node in map(base, split.carried))

@@ -9,9 +9,8 @@ from os import PathLike, fspath
 from typing import Any
 
 from ..clock.timeline import Event
-from ..jobs.job import Direction, PlanError
+from ..jobs.job import Direction, PlanError, whole_stage
 from ..jobs.user_values import is_number
-from .whole_stages import whole_stage
 
 # Category and chrome://tracing's name of a colour; Perfetto colours by the job's name.
 LOOKS = {

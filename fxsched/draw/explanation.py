@@ -14,6 +14,7 @@ from ..clock.links import LinkUse
 from ..clock.stage_graph import run_stages, step_seconds
 from ..clock.timeline import Timeline
 from ..ir.parts import WeightCut
+from ..jobs.job import whole_stage
 from ..jobs.schedule import Schedule
 from .cut_table import cut_table
 from .memory_table import WorkerMemory, memory_tables
@@ -40,7 +41,7 @@ from .tables import (
     table,
     wrapped,
 )
-from .whole_stages import whole_stage, whole_stages
+from .whole_stages import whole_stages
 
 FULL = 0.9  # of a step; a link that is busy for longer is named
 IDLE = 0.03  # of the step, below which nothing but work limits it

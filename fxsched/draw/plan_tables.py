@@ -14,6 +14,7 @@ from ..clock.timeline import Event
 from ..ir import ops
 from ..ir.graphs import Group
 from ..ir.step import Message, Step
+from ..jobs.job import whole_stage
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import counted
 from .memory_table import WorkerMemory, memory_tables
@@ -28,7 +29,7 @@ from .tables import (
     table,
     wrapped,
 )
-from .whole_stages import shard_text, whole_stage, whole_stages
+from .whole_stages import shard_text, whole_stages
 
 READERS = 64  # characters of a list of readers
 IDLE = 0.3  # of a step; from there on a plan's line says where to read why

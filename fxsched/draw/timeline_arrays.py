@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..clock.timeline import Event
-from ..jobs.job import Direction, PlanError
-from .whole_stages import whole_stage
+from ..jobs.job import Direction, PlanError, whole_stage
 
 if TYPE_CHECKING:  # it needs torch, and pictures don't
     from ..accounts.held import During

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import networkx as nx
 
-from ..jobs.job import Piece
+from ..jobs.job import Piece, whole_stage
 from .tables import wrapped
 
 MEET = "* global-batch stages, in which rows of all microbatches meet, as in BatchNorm"
@@ -63,11 +63,6 @@ def stage_count(stages: nx.DiGraph[int]) -> str:
     others = set(map(whole_stage, stages)) - joint
     counts = (f"{len(others) or ''}", f"{len(joint)}*" * bool(joint))
     return " + ".join(filter(None, counts))
-
-
-def whole_stage(stage: int) -> int:
-    """The stage of the model that a stage of the program is, or is a piece of."""
-    return stage.stage if isinstance(stage, Piece) else stage
 
 
 def meet_notes(rows: Iterable[Sequence[str]], width: int) -> list[str]:

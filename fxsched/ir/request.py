@@ -13,7 +13,7 @@ import torch
 
 from ..clock.network import Link, Wires
 from ..jobs.answers import OF_STAGE
-from ..jobs.job import Direction, Job, PlanError
+from ..jobs.job import Direction, Job, PlanError, whole_stage
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import raised
 from .encodings import AS_IT_IS, Encode
@@ -120,7 +120,7 @@ class Request:
         """
         if not callable(self.carry):
             return "recompute" if self.carry == "recompute" else "saved"
-        number = getattr(stage, "stage", stage)  # of the model's, for a piece of it
+        number = whole_stage(stage)
         try:
             word = self.carry(number)
         except Exception as error:

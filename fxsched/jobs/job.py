@@ -85,6 +85,11 @@ class Piece(int):
         return Piece, (int(self), self.stage, self.shard, self.number)
 
 
+def whole_stage(stage: int) -> int:
+    """The stage of the model that a stage of the program is, or is a piece of."""
+    return stage.stage if isinstance(stage, Piece) else stage
+
+
 class Job(NamedTuple):
     """The work of one stage on one microbatch in one direction; prints as `2F0`.
 

@@ -18,7 +18,7 @@ from ..clock.timeline import Event
 from ..ir import joint, ops
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, tensors
 from ..ir.meta import of_node
-from ..jobs.job import Direction, PlanError
+from ..jobs.job import Direction, PlanError, whole_stage
 from .costs import Operands, Work
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction
@@ -80,11 +80,11 @@ class Profile:
         planned: the jobs as this profile has them. again: seconds of these in which B
             computes again what F did.
         """
-        taken, whole = list(map(_jobs, steps)), _jobs(planned)
-        f, b = (statistics.median(each[i] for each in taken) for i in (0, 1))
-        once = (times.once(again, whole.forward) for times in (Times(f, b), whole))
-        ratio = next(once).over(next(once))
-        measured = {key: each.scaled(ratio) for key, each in self.measured.items()}
+        each, known = list(map(_jobs, steps)), _jobs(planned)
+        taken = Times(*(statistics.median(times[i] for times in each) for i in (0, 1)))
+        once = taken.once(again, known.forward)
+        ratio = once.over(known.once(again, known.forward))
+        measured = {key: own.scaled(ratio) for key, own in self.measured.items()}
         return Profile(measured, self.estimated)
 
     def apply(self, gm: fx.GraphModule) -> None:
@@ -156,16 +156,20 @@ def fit_profile(
     for event in (event for events in steps for event in events):
         kind = event.job.stage, event.job.direction
         taken.setdefault(kind, []).append(event.end - event.start)
-    ratios: dict[int | None, Times] = {None: Times(1.0, 1.0)}
-    for stage in {stage for stage, _ in taken}:
-        planned = _total(n.planned for n in nodes.values() if n.stage == stage)
+    once: dict[int, list[Times]] = {}  # of its pieces, by the stage of the model
+    for piece in {stage for stage, _ in taken}:
         f, *b = (
-            statistics.median(taken.get((stage, d), [0.0]))
+            statistics.median(taken.get((piece, d), [0.0]))
             for d in (FORWARD, BACKWARD, WEIGHT)
         )
-        data = stages.nodes[stage]
-        f, once = Times(f, sum(b)).once(data.get("again", 0.0), data["forward"])
-        ratios[stage] = Times(f, once or planned.backward).over(planned)
+        data = stages.nodes[piece]
+        times = Times(f, sum(b)).once(data.get("again", 0.0), data["forward"])
+        once.setdefault(whole_stage(piece), []).append(times)
+    ratios: dict[int | None, Times] = {None: Times(1.0, 1.0)}
+    for stage, each in once.items():
+        planned = _total(n.planned for n in nodes.values() if n.stage == stage)
+        f, backward = _total(each)
+        ratios[stage] = Times(f, backward or planned.backward).over(planned)
     return Profile(
         {key: node.planned.scaled(ratios[node.stage]) for key, node in nodes.items()},
         {key: node.estimated for key, node in nodes.items()},

@@ -22,8 +22,7 @@ from ..clock.updates import stopped_by_order
 from ..draw import tables
 from ..draw.diagram import Diagram, draw
 from ..draw.notebook import figure
-from ..draw.whole_stages import whole_stage
-from ..jobs.job import PlanError
+from ..jobs.job import PlanError, whole_stage
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import counted, is_count, is_int, too_many
 from .durations import UNITS, Durations, job_seconds, set_durations

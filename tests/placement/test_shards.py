@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import Direction, Placement, PlanError, Schedule, schedules
-from fxsched.jobs.job import Job, Piece
+from fxsched.jobs.job import Job, Piece, whole_stage
 from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.passes import shard_graph
 from tests.cases import assert_equal, build, eager_step, train
@@ -384,3 +384,25 @@ def test_sharded_says_what_is_wrong() -> None:
         PlanError, match=r"workers=2, shards=4\): two shards of a stage"
     ):
         Schedule(2, 4, shards=4)
+
+
+def test_a_profile_of_shards_is_of_the_models_stages() -> None:
+    model, inputs = build("gpt")
+    plan = fxsched.plan(model, SCHEDULES["1f1b"](), *inputs)
+
+    def measured(pace: float) -> dict[str, Any]:
+        """Where the jobs of stage 1 take so many times as long."""
+        taken = [
+            e._replace(end=e.start + (e.end - e.start) * pace)
+            if whole_stage(e.job.stage)
+            else e
+            for e in plan.timeline
+        ]
+        return plan.profile(taken).measured
+
+    once, twice = measured(1.0), measured(2.0)
+    stages = {key: node.stage for key, node in plan.nodes.items()}
+    assert {*stages.values()} >= {0, 1}
+    for key, stage in stages.items():
+        wanted = [each * (2 if stage == 1 else 1) for each in once[key]]
+        assert list(twice[key]) == pytest.approx(wanted)
