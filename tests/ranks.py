@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,24 +104,40 @@ class Slots:
     """Counts the bytes of weights that a rank has asked for and still holds."""
 
     def __init__(self) -> None:
+        self.asked: dict[int, int] = {}  # bytes of fetches that have not been taken
         self.here: list[tuple[StorageWeakRef, int]] = []
         self.peak = 0
         self.parcels: dict[int, int] = {}  # bytes of each fetch
-        original = ProcessEndpoint.expect
+        expected, taken = ProcessEndpoint.expect, ProcessEndpoint.take
 
         def expect(endpoint: ProcessEndpoint, parcel: Parcel) -> None:
-            original(endpoint, parcel)
             if parcel.weights:
-                self.add(parcel.tag, endpoint.coming[parcel.tag][1])
+                size = sum(spec.bytes for spec in parcel.specs)
+                self.parcels[parcel.tag] = self.asked[parcel.tag] = size
+                self.look()
+            expected(endpoint, parcel)
 
-        ProcessEndpoint.expect = expect
+        def take(endpoint: ProcessEndpoint, parcel: Parcel) -> Any:
+            value = taken(endpoint, parcel)
+            if parcel.weights:
+                tensors = value if parcel.bundle else (value,)
+                storages = (t.untyped_storage() for t in tensors)
+                unique = {storage.data_ptr(): storage for storage in storages}
+                self.add(parcel.tag, [*unique.values()])
+            return value
 
-    def add(self, tag: int, buffers: list[Tensor]) -> None:
-        new = [t.untyped_storage() for t in buffers]
-        self.parcels[tag] = sum(s.nbytes() for s in new)
+        ProcessEndpoint.expect, ProcessEndpoint.take = expect, take
+
+    def add(self, tag: int, storages: list[torch.UntypedStorage]) -> None:
+        """Weights that came in these storages."""
+        size = self.asked.pop(tag) / len(storages)
+        self.here += [(StorageWeakRef(storage), size) for storage in storages]
+        self.look()
+
+    def look(self) -> None:
         self.here = [each for each in self.here if not each[0].expired()]
-        self.here += [(StorageWeakRef(s), s.nbytes()) for s in new]
-        self.peak = max(self.peak, sum(size for _, size in self.here))
+        now = sum(size for _, size in self.here) + sum(self.asked.values())
+        self.peak = max(self.peak, now)
 
 
 def slots() -> None:
@@ -130,15 +147,21 @@ def slots() -> None:
         schedules.fslpp(2, 1, MICROBATCHES, stages=6),
         schedules.fsdp(2, MICROBATCHES),
     ):
-        for prefetch, order in (
-            (0, "static"),
-            (1, "static"),
-            (2, "static"),
-            (1, "dynamic"),
+        for prefetch, order, transport in (
+            (0, "static", "distributed"),
+            (1, "static", "distributed"),
+            (1, "static", "gloo"),
+            (2, "static", "distributed"),
+            (1, "dynamic", "distributed"),
+            (1, "dynamic", "gloo"),
         ):
             model = nn.Sequential(*(nn.Linear(192, 192) for _ in range(6)))
             backend = fxsched.backend(
-                schedule, list("12345"), order=order, prefetch=prefetch
+                schedule,
+                list("12345"),
+                order=order,
+                prefetch=prefetch,
+                transport=transport,
             )
             run = torch.compile(model, backend=backend)
             torch.manual_seed(0)
@@ -153,6 +176,7 @@ def slots() -> None:
                 schedule.name,
                 prefetch,
                 order,
+                transport,
                 counted.peak,
                 limit,
             )

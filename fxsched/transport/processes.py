@@ -54,10 +54,8 @@ _groups = [0]  # the number of the next; every rank makes the same ones
 
 class ProcessEndpoint:
     """An endpoint of a rank: through shared memory to ranks of the same host, else over
-    torch.distributed, where tensors on a GPU go through host memory.
-
-    Weights go over torch.distributed everywhere: such a send waits, without holding up
-    the program or copying large weights, until the receiver has room for them.
+    torch.distributed, where tensors on a GPU go through host memory. Weights wait on
+    both ways, without holding up the program, until the receiver has room for them.
     """
 
     def __init__(self, processes: Processes, mark: Mark) -> None:
@@ -70,7 +68,7 @@ class ProcessEndpoint:
 
     def _near(self, parcel: Parcel) -> Neighbour | None:
         """The neighbour that a parcel goes to or comes from, if it goes this way."""
-        return None if parcel.weights else self.processes.neighbours.get(parcel.peer)
+        return self.processes.neighbours.get(parcel.peer)
 
     def send(self, value: Any, parcel: Parcel) -> None:
         if (near := self._near(parcel)) is not None:
@@ -85,7 +83,8 @@ class ProcessEndpoint:
             self.leaving[parcel.peer].call("", _left, work, buffer)
 
     def expect(self, parcel: Parcel) -> None:
-        if self._near(parcel) is not None:
+        if (near := self._near(parcel)) is not None:
+            near.expect(parcel, self.mark)
             return
         buffers, tag = parcel.empty(HOST), self._tag(parcel)
         post = self.processes.post
@@ -129,6 +128,8 @@ class ProcessEndpoint:
         return self.processes.control.next(arrived, self.mark, where)
 
     def finish(self) -> None:
+        for near in self.processes.neighbours.values():
+            near.finish(self.mark, self.where)
         for peer, leaving in self.leaving.items():
             with self.processes.waiting(peer, self.mark, self.where):
                 leaving.finish()

@@ -6,6 +6,10 @@ again once the last of them is gone. What the user gets is copied out of it. Whi
 rank waits for one neighbour it reads what all of them send, so that none is held up by
 another's full socket. Linux only; elsewhere there are no neighbours.
 
+Weights are written once the reader has said that it has room for them, so that a rank
+that is ahead doesn't fill the memory of the others. Until then they are kept where they
+are; a rank looks for such notes whenever it sends, expects, takes or waits.
+
 The sockets have names that any process of the host can connect to. A rank takes only a
 peer of its own user that knows its token, which the process group hands to all ranks.
 What forks from a rank closes the links and leaves the blocks to its parent.
@@ -34,12 +38,14 @@ from typing import Any
 from .board import TICK, Mark
 from .control import Control
 from .host_links import HELLO, connected, guests, host_name
+from .lane import Lane
 from .memory_blocks import BUSY, FREE, Block, Copied, Lent, block_size
 from .wire_format import ALIGNMENT, Parcel
 
-# tag, block, its bytes if it is new, bytes to copy out, and the mark
+# tag, block or ROOM, its bytes if it is new, bytes to copy out, and the mark
 NOTE = struct.Struct("<qqqqqqq")
 DESCRIPTOR = array.array("i").itemsize
+ROOM = -1  # in place of a block: the weights of this tag may come
 LARGEST = 4  # times what a parcel needs; what is larger waits for larger parcels
 NO_CALL = Mark(0, 0)
 _OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # links of this process
@@ -59,17 +65,56 @@ class Neighbour:
         # by call and tag, not taken yet
         self.arrived: dict[tuple[int, int], deque[Block | Copied]] = {}
         self.watching: dict[tuple[int, int], queue.SimpleQueue[int]] = {}
+        # weights by call and tag: that the other has room for; that wait for room
+        self.room: set[tuple[int, int]] = set()
+        self.kept: dict[tuple[int, int], tuple[Any, Parcel, Mark]] = {}
+        self.due: deque[tuple[Any, Parcel, Mark]] = deque()  # has room now
+        self.writes = False  # what is due
+        self.lane = Lane()  # writes what was kept, where a thread reads
         self.reader: threading.Thread | None = None
         self.reading = threading.Lock()
-        self.changed, self.lending = threading.Lock(), threading.Lock()
+        self.changed, self.lending = threading.Condition(), threading.Lock()
         self.gone = False
         self.fault: Exception | None = None  # what ended the reader
         _OPEN.add(link)
 
     def send(self, value: Any, parcel: Parcel, mark: Mark = NO_CALL) -> None:
+        """Writes a value; keeps weights until the other rank has room for them."""
+        self.all.look(self)
+        key = mark.call, parcel.tag
+        if parcel.weights:
+            with self.changed:
+                if key not in self.room:
+                    self.kept[key] = value, parcel, mark
+                    return
+                self.room.remove(key)
+        self._write(value, parcel, mark)
+
+    def expect(self, parcel: Parcel, mark: Mark = NO_CALL) -> None:
+        """Says that there is room for weights that will be taken."""
+        if parcel.weights:
+            self._tell(NOTE.pack(parcel.tag, ROOM, 0, 0, *mark), mark, None)
+            self.all.look()
+
+    def finish(
+        self, mark: Mark = NO_CALL, where: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Waits until the other rank has had room for all that was kept."""
+        began = time.monotonic()
+        while self.kept:
+            if self.reader is None:
+                self._read_next(mark, where)
+                continue
+            with self.changed:
+                gone = not self.kept or self.changed.wait(TICK)
+                if self.fault is not None:
+                    raise self._lost()
+            if not gone:
+                self.all.control.idle(self.rank, mark, began, where())
+        self.lane.finish()
+
+    def _write(self, value: Any, parcel: Parcel, mark: Mark) -> None:
         """Puts a value into a free block and tells the other rank."""
-        if self.reader is None:
-            self._catch_up()
         packing = parcel.packing
         size = block_size(packing.bytes + ALIGNMENT)
         with self.lending:
@@ -116,6 +161,7 @@ class Neighbour:
         where: Callable[[], str] = lambda: "",
     ) -> Any:
         """A parcel's value; waits for it. where: the job that it is for."""
+        self.all.look()
         if self.reader is not None:
             arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
             self.watch(parcel.tag, arrived, mark)
@@ -123,15 +169,19 @@ class Neighbour:
         while (block := self._pop((mark.call, parcel.tag))) is None:
             if self.reader is not None:
                 raise self._lost()  # a watched parcel is there, or never comes
-            try:
-                self.read(socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                self.all.wait(self, select.POLLIN, mark, where)
-            except LinkEnded:
-                raise self._lost() from None
+            self._read_next(mark, where)
         packing = parcel.packing
         tensors = packing.read(packing.views(block.bytes()))
         return tuple(tensors) if parcel.bundle else tensors[0]
+
+    def _read_next(self, mark: Mark, where: Callable[[], str]) -> None:
+        """Reads a note, or waits until there is one."""
+        try:
+            self.read(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            self.all.wait(self, select.POLLIN, mark, where)
+        except LinkEnded:
+            raise self._lost() from None
 
     def _pop(self, key: tuple[int, int]) -> Block | Copied | None:
         with self.changed:
@@ -164,18 +214,45 @@ class Neighbour:
             if size:
                 (descriptor,) = array.array("i", extra[0][2][:DESCRIPTOR])
                 self.borrowed[number] = Block(number, descriptor, size)
-            block = self.borrowed[number]
-            value = Copied(block, copied) if copied else block
+            if number != ROOM:
+                block = self.borrowed[number]
+                value = Copied(block, copied) if copied else block
             if tuple(mark) != self.all.control.latest:
                 self.all.control.check_mark(self.rank, Mark(*mark))
+            key = (mark[0], tag)
             with self.changed:
-                key = (mark[0], tag)
-                self.arrived.setdefault(key, deque()).append(value)
-                if key in self.watching:
-                    self.watching.pop(key).put(tag)
+                if number != ROOM:
+                    self.arrived.setdefault(key, deque()).append(value)
+                    if key in self.watching:
+                        self.watching.pop(key).put(tag)
+                    return
+                kept = self.kept.get(key)
+                if kept is None:
+                    self.room.add(key)
+                    return
+        self._write_kept(key, kept)
 
-    def _catch_up(self) -> None:
-        """Reads the notes that are there, and copies out what they say to."""
+    def _write_kept(self, key: tuple[int, int], kept: tuple[Any, Parcel, Mark]) -> None:
+        """Writes weights that the other rank has room for now. To write may mean to
+        read: what is read then is written after it, and a thread that does nothing but
+        read leaves it to another."""
+        aside = self.reader is not None
+        if aside:
+            self.lane.call("", self._write, *kept)
+        with self.changed:  # who waits for it waits for the lane next
+            del self.kept[key]
+            self.changed.notify_all()
+        if aside:
+            return
+        self.due.append(kept)
+        if not self.writes:
+            self.writes = True
+            while self.due:
+                self._write(*self.due.popleft())
+            self.writes = False
+
+    def catch_up(self) -> None:
+        """Reads the notes that are there, and does what they say."""
         with contextlib.suppress(BlockingIOError, LinkEnded):
             while True:
                 self.read(socket.MSG_DONTWAIT)
@@ -205,6 +282,7 @@ class Neighbour:
         except Exception as error:  # raised by who takes what it should have read
             with self.changed:
                 self.fault = error
+                self.changed.notify_all()
                 for (_, tag), arrived in self.watching.items():
                     arrived.put(tag)
 
@@ -248,6 +326,12 @@ class Neighbours(dict[int, Neighbour]):
             higher = {r for r in near if r > rank}
             for other, link in guests(listener, token, higher, limit):
                 self[other] = Neighbour(other, link, self)
+
+    def look(self, to: Neighbour | None = None) -> None:
+        """Reads what those say that this rank keeps weights for, or will send to."""
+        for each in self.values():
+            if each.reader is None and (each is to or each.kept):
+                each.catch_up()
 
     def wait(
         self,

@@ -36,10 +36,10 @@ VALUES: dict[str, Tensor] = {
 }
 
 
-def parcel(value: Any, tag: int = 0) -> Parcel:
+def parcel(value: Any, tag: int = 0, weights: bool = False) -> Parcel:
     bundle = isinstance(value, tuple)
     specs = tuple(map(Spec.of, value if bundle else (value,)))
-    return Parcel(1, tag, specs, bundle, weights=False)
+    return Parcel(1, tag, specs, bundle, weights)
 
 
 def same(found: Any, sent: Any) -> None:
@@ -162,16 +162,23 @@ def test_a_block_serves_parcels_of_other_sizes(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
 def test_two_that_fill_each_others_sockets_go_on(
-    pair: tuple[Neighbour, Neighbour],
+    weights: bool, shared: bool, pair: tuple[Neighbour, Neighbour]
 ) -> None:
-    """Neither reads before it has sent all."""
+    """Neither reads before it has sent all, and asked for all."""
     value, count = torch.zeros(1), 2000
-    letters = [parcel(value, tag) for tag in range(count)]
+    letters = [parcel(value, tag, weights) for tag in range(count)]
 
     def talk(end: Neighbour, shift: float) -> None:
+        if shared:
+            end.start_reader()
         for tag, letter in enumerate(letters):
             end.send(value + tag + shift, letter)
+        for letter in letters:
+            end.expect(letter)
+        end.finish()
         for tag, letter in enumerate(letters):
             assert end.take(letter).item() == tag + 0.5 - shift
         done.append(end)
@@ -186,6 +193,47 @@ def test_two_that_fill_each_others_sockets_go_on(
     for each in ends:
         each.join(60)
     assert len(done) == 2
+
+
+def test_weights_wait_where_they_are_until_there_is_room(
+    pair: tuple[Neighbour, Neighbour],
+) -> None:
+    here, there = pair
+    value = torch.arange(4.0)
+    for tag in range(3):
+        here.send(value, parcel(value, tag, weights=True))
+    here.send(value, parcel(value, 3))
+    assert len(here.lent) == 1  # the block of what aren't weights
+    for tag in (1, 4):  # one that was sent, and one that will be
+        there.expect(parcel(value, tag, weights=True))
+    assert len(here.lent) == 1
+    there.send(value, parcel(value, 5))
+    here.take(parcel(value, 5))  # looks for notes
+    assert len(here.lent) == 2
+    same(there.take(parcel(value, 1, weights=True)), value)
+    here.send(value, parcel(value, 4, weights=True))
+    same(there.take(parcel(value, 4, weights=True)), value)
+    there.expect(parcel(value, 0, weights=True))
+    there.expect(parcel(value, 2, weights=True))
+    here.finish()
+    for tag in (0, 2):
+        same(there.take(parcel(value, tag, weights=True)), value)
+    assert not here.kept
+    assert not here.room
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_who_keeps_weights_for_one_that_is_gone_says_so(
+    shared: bool, pair: tuple[Neighbour, Neighbour]
+) -> None:
+    here, there = pair
+    value = torch.arange(4.0)
+    if shared:
+        here.start_reader()
+    here.send(value, parcel(value, weights=True))
+    there.link.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(ConnectionError, match="lost rank 1 at the start"):
+        here.finish()
 
 
 def test_one_that_watches_is_told(pair: tuple[Neighbour, Neighbour]) -> None:
