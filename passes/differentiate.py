@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import fx
 
@@ -19,19 +19,20 @@ from ..autodiff.stage_modules import (
     forward_module,
     weight_module,
 )
-from ..autodiff.temporaries import Handed, handed, job_moments
+from ..autodiff.temporaries import handed
 from ..clock.stage_record import GroupBytes, Stage
 from ..ir import joint, ops
 from ..ir.facts import FACTS, facts, stage_facts
 from ..ir.graphs import Role, Specs, arguments, in_type, result
 from ..ir.lazy import write_code
-from ..ir.meta import Moments, note_call, of_call, of_node
+from ..ir.meta import note_call, of_call
 from ..ir.model_lines import LINES, model_lines
 from ..ir.request import Request
 from ..jobs.job import Direction, PlanError
-from ..partition.costs import cost_of_nodes, rates_of
+from ..partition.costs import rates_of
 from .gradient_layouts import GradientLayouts
 from .gradient_order import other_layout
+from .job_costs import JobCosts, most
 
 SHORTEST = 1e-9  # seconds
 
@@ -57,13 +58,6 @@ def differentiate_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule
     return _Differentiation(gm, request).run()
 
 
-class Seconds(NamedTuple):
-    """What a flat graph should take: all of it, and what of F it computes again."""
-
-    all: float
-    again: float
-
-
 class _Differentiation:
     def __init__(self, gm: fx.GraphModule, request: Request) -> None:
         self.gm, self.request, self.graph = gm, request, gm.graph
@@ -77,8 +71,7 @@ class _Differentiation:
         self.cache: dict[str, StageGraphs] = {}
         self.blocks: dict[str, Joint] = {}  # of stages, whose keys have ids in them
         self.pairs: dict[fx.Node, StageGraphs] = {}
-        self.costs: dict[fx.GraphModule, Seconds] = {}
-        self.moments: dict[object, tuple[Moments, ...]] = {}
+        self.costs = JobCosts(request.device)
         self.layouts = GradientLayouts()
         self.parking: dict[str, float] = {}
         # with deterministic=True what stages give of a microbatch is added up first
@@ -320,12 +313,14 @@ class _Differentiation:
         module = backward_module(pair, places, recompute, trained, self.sum_dtype)
         self._add(f"backward_{stage}", module, call)
         given = handed(pair.forward, len(pair.saved))
-        moments = self._moments(pair, recompute, module, given, pair.weight is None)
+        last, cost = pair.weight is None, self.costs
+        moments = cost.moments(pair, recompute, module, given, last)
         backward = self.graph.call_module(
             f"backward_{stage}",
             (weights if reads else (), saved, tuple(read_inputs), tangents, None),
         )
-        now, later, again = self._backward_seconds(self._module(call), pair)
+        measured = stage_facts(self._module(call)).measured
+        now, later, again = cost.backward(pair, measured)
         if recompute:
             seconds = of_call(forward)["seconds"]
             now, again = now + seconds, again + seconds
@@ -339,7 +334,7 @@ class _Differentiation:
         whole = max(now + later, SHORTEST)
         data = Stage(backward=whole, weight=later, again=again, held=held)
         forward_most = of_call(forward)["moments"]
-        data["temporary"] = max(0, _most(forward_most) - held, _most(moments))
+        data["temporary"] = max(0, most(forward_most) - held, most(moments))
         self.stages.nodes[stage].update(data)
         note_call(
             backward,
@@ -359,7 +354,7 @@ class _Differentiation:
             maker = self._weight(backward, pair, read_weights)
             first = 0
             given = handed(pair.backward, len(pair.carried))
-            moments = self._moments(pair, Direction.WEIGHT, module, given, True)
+            moments = cost.moments(pair, Direction.WEIGHT, module, given, True)
             note_call(maker, seconds=later, moments=moments)
         self._add_up(maker, first, pair, places, weights)
 
@@ -385,12 +380,12 @@ class _Differentiation:
         forward = self.graph.call_module(f"forward_{stage}", (*call.args, None))
         note_call(forward, direction=Direction.FORWARD)
         measured = stage_facts(self._module(call)).measured
-        seconds = measured[0] if measured else self._seconds(pair.forward).all
-        moments = self._moments(pair, Direction.FORWARD, module)
+        seconds = self.costs.forward(pair, measured)
+        moments = self.costs.moments(pair, Direction.FORWARD, module)
         note_call(forward, stage=stage, seconds=seconds, moments=moments)
         of_call(forward)["draw"] = of_call(call)["draw"] if pair.random else None
         data = Stage(forward=seconds, backward=0.0, weight=0.0, again=0.0, held=0)
-        data["temporary"] = _most(moments)
+        data["temporary"] = most(moments)
         self.stages.nodes[stage].update(data)
         written = sorted({places[i][0] for i in pair.mutated})
         with self.graph.inserting_after(forward):
@@ -400,50 +395,6 @@ class _Differentiation:
                 new.meta.update(weights[j].meta, stage=stage)
                 self.written[number] = new
         return forward
-
-    def _backward_seconds(
-        self, module: fx.GraphModule, pair: StageGraphs
-    ) -> tuple[float, float, float]:
-        """Of B, without a whole F that runs again; of W; and of what they compute again
-        of F."""
-        assert pair.backward is not None
-        graphs = [graph for graph in (pair.backward, pair.weight) if graph is not None]
-        now, *later = (self._seconds(graph).all for graph in graphs)
-        again = sum(self._seconds(graph).again for graph in graphs)
-        measured = stage_facts(module).measured
-        if measured is None:
-            return now, sum(later), again
-        forward, backward = measured
-        again *= forward / (self._seconds(pair.forward).all or 1.0)
-        scale = (backward + again) / ((now + sum(later)) or 1.0)
-        return now * scale, sum(later) * scale, again
-
-    def _moments(
-        self,
-        pair: StageGraphs,
-        what: Direction | bool,
-        module: fx.GraphModule,
-        bundle: Sequence[Handed] = (),
-        last: bool = False,
-    ) -> tuple[Moments, ...]:
-        """What a job takes while it runs; if it is the last of its stage, also where
-        its gradients are added to sums. what: its direction, or whether B recomputes.
-        """
-        key = id(pair), what
-        if key not in self.moments:
-            ways = (False, True)[: 1 + last]
-            found = (job_moments(module, bundle, adds) for adds in ways)
-            self.moments[key] = tuple(found)
-        return self.moments[key]
-
-    def _seconds(self, flat: fx.GraphModule) -> Seconds:
-        """What a flat graph should take; stages share them."""
-        if flat not in self.costs:
-            every = list(flat.graph.nodes)
-            again = [node for node in every if of_node(node).get("again")]
-            costs = (cost_of_nodes(n, self.request.device) for n in (every, again))
-            self.costs[flat] = Seconds(*(cost.seconds for cost in costs))
-        return self.costs[flat]
 
     def _item(self, call: fx.Node, position: int, name: str) -> fx.Node:
         args = (call, position)
@@ -536,11 +487,6 @@ class _Differentiation:
                     write_code(flat)
             self.cache[key] = pair
         return self.cache[key]
-
-
-def _most(moments: tuple[Moments, ...]) -> float:
-    """Bytes that a job takes at most, where its gradients are added to sums."""
-    return max(size for _, size in moments[-1])
 
 
 def _parts(call: fx.Node) -> list[fx.Node]:

@@ -63,7 +63,8 @@ class ProcessEndpoint:
         slots = TAGS // MESSAGES
         self.first = (mark.call + 97 * mark.plan + mark.inputs) % slots * MESSAGES
         self.coming: dict[int, tuple[list[dist.Work], list[Tensor]]] = {}
-        self.leaving: dict[int, Lane] = {}  # what is on its way, by peer
+        # what is on its way, by peer; apart: weights, which may wait for long
+        self.leaving: dict[tuple[int, bool], Lane] = {}
         self.where: Callable[[], str] = lambda: ""  # the job that the run is at
 
     def _near(self, parcel: Parcel) -> Neighbour | None:
@@ -78,9 +79,10 @@ class ProcessEndpoint:
             work = self.processes.post(
                 dist.isend, buffer, parcel.peer, self._tag(parcel)
             )
-            if parcel.peer not in self.leaving:
-                self.leaving[parcel.peer] = Lane(helpers=self.processes.helpers)
-            self.leaving[parcel.peer].call("", _left, work, buffer)
+            way = parcel.peer, parcel.weights
+            if way not in self.leaving:
+                self.leaving[way] = Lane(helpers=self.processes.helpers)
+            self.leaving[way].call("", _left, work, buffer)
 
     def expect(self, parcel: Parcel) -> None:
         if (near := self._near(parcel)) is not None:
@@ -130,7 +132,7 @@ class ProcessEndpoint:
     def finish(self) -> None:
         for near in self.processes.neighbours.values():
             near.finish(self.mark, self.where)
-        for peer, leaving in self.leaving.items():
+        for (peer, _), leaving in self.leaving.items():
             with self.processes.waiting(peer, self.mark, self.where):
                 leaving.finish()
 

@@ -174,7 +174,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _add_planned(parser, ["1f1b", "auto"])
     shares = [1.0, 0.8, 0.6, 0.5, 0.4]
-    add("--shares", nargs="+", type=float, default=shares, help="(1 .8 .6 .5 .4)")
+    add("--shares", nargs="*", type=float, default=shares, help="(1 .8 .6 .5 .4)")
+    add("--parked", nargs="*", default=(), choices=tuple(limits.PARKED), help="()")
     add("--transport", choices=("distributed", "gloo"), help="(distributed)")
     add("--steps", type=int, default=12, help="of each plan (12)")
     parser.set_defaults(run=limits.run)

@@ -1,16 +1,18 @@
 """Steps under limits of memory: planned, and measured in turns.
 
-A limit is a share of the most bytes that a rank of 1f1b holds without one. --model: a
-GPT of the given size, or one of tests/encoders.py. Ratios are to 1f1b without a limit,
-whose plan is made of the same profile. Bytes are those of the rank with the most:
-`held` has weights and the optimizer's state as planned, the rest as it was. With
---transport gloo no memory is shared, so that all of it is counted as it is.
+A limit is a share of the most bytes that a rank of 1f1b holds without one. --parked:
+1f1b without a limit, whose activations wait on disk, or on the last ranks (BPipe).
+--model: a GPT of the given size, or one of tests/encoders.py. Ratios are to 1f1b
+without a limit, whose plan is made of the same profile. Bytes are those of the rank
+with the most: `held` has weights and the optimizer's state as planned, the rest as it
+was. With --transport gloo no memory is shared, so that all of it is counted as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,14 +37,21 @@ def run(options: argparse.Namespace) -> int:
         "profile": fxsched.profile(model, *batch, microbatches=count),
     }
     most = float("nan")
-    asked: list[tuple[str, float | None]] = [("1f1b", None)]
-    asked += [(n, share) for share in options.shares for n in options.schedules]
+    first = schedules.one_f_one_b(world, count)
+    asked: list[tuple[str, fxsched.Schedule, float | None]] = [("1f1b", first, None)]
+    asked += [
+        (f"1f1b, parked: {place}", schedules.parked(first, PARKED[place](world)), None)
+        for place in options.parked
+    ]
+    asked += [
+        (f"{name}, {share:.0%}", schedules.LIBRARY[name](world, count), share)
+        for share in options.shares
+        for name in options.schedules
+    ]
     racers: list[Racer] = []
     rows: dict[str, list[Any]] = {}
-    for name, share in asked:
-        title = name if share is None else f"{name}, {share:.0%}"
+    for title, schedule, share in asked:
         limit = None if share is None else share * most
-        schedule = schedules.LIBRARY[name](world, count)
         model, batch = made(options)
         backend = fxsched.backend(schedule, memory_limit=limit, **given)
         racer = Racer(title, model, backend, batch)
@@ -76,6 +85,24 @@ def run(options: argparse.Namespace) -> int:
             print(f"{title}: {text}")
     dist.destroy_process_group()
     return 0
+
+
+def _on_the_last_ranks(world: int) -> Callable[[int, int], int | None]:
+    """Where activations of a stage and a microbatch of 1f1b wait: so many of the first
+    half of the ranks, each on one of the last, that all hold about as many."""
+
+    def where(s: int, b: int) -> int | None:
+        share = (world - 1 - 2 * s) / 2 / (world - s) + 0.04
+        parks = s < world // 2 and int((b + 1) * share) > int(b * share)
+        return world - 1 - s if parks else None
+
+    return where
+
+
+PARKED: dict[str, Callable[[int], Any]] = {
+    "disk": lambda world: "disk",
+    "last": _on_the_last_ranks,
+}
 
 
 def _most(plan: fxsched.Plan) -> float:
