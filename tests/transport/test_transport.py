@@ -6,6 +6,9 @@ import gc
 import queue
 import socket
 import threading
+import time
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from fxsched.ir.graphs import Spec
 from fxsched.transport import world
+from fxsched.transport.board import Mark
+from fxsched.transport.helper_threads import Helpers
+from fxsched.transport.processes import ProcessEndpoint
 from fxsched.transport.shared_memory import Neighbour, Neighbours
 from fxsched.transport.wire_format import Packing, Parcel
 
@@ -234,6 +240,36 @@ def test_who_keeps_weights_for_one_that_is_gone_says_so(
     there.link.shutdown(socket.SHUT_RDWR)
     with pytest.raises(ConnectionError, match="lost rank 1 at the start"):
         here.finish()
+
+
+def test_weights_that_wait_hold_up_no_other_send() -> None:
+    """Over torch.distributed: what has left is let go of."""
+    asked = threading.Event()
+
+    class Work:
+        def __init__(self, tag: int) -> None:
+            self.tag = tag
+
+        def wait(self) -> None:
+            if not self.tag:
+                asked.wait()
+
+    def post(call: object, buffer: Tensor, peer: int, tag: int) -> Work:
+        return Work(tag - endpoint.first)
+
+    processes: Any = SimpleNamespace(neighbours={}, helpers=Helpers(), post=post)
+    endpoint = ProcessEndpoint(processes, Mark(0, 0))
+    weights, value = torch.ones(4), torch.ones(4)
+    endpoint.send(weights, parcel(weights, 0, weights=True))
+    endpoint.send(value, parcel(value, 1))
+    sent = weakref.ref(value)
+    del value
+    due = time.monotonic() + 10
+    while (held := sent() is not None) and time.monotonic() < due:
+        time.sleep(0.01)
+    asked.set()
+    assert not held
+    processes.helpers.close()
 
 
 def test_one_that_watches_is_told(pair: tuple[Neighbour, Neighbour]) -> None:
