@@ -47,8 +47,9 @@ class Copied:
 
 
 class Lent(Block):
-    """A block that this rank writes to."""
+    """A block that this rank writes to, in any mode of torch."""
 
+    @torch.inference_mode(mode=False)
     def __init__(self, number: int, descriptor: int, size: int) -> None:
         super().__init__(number, descriptor, size)
         self.contents = torch.frombuffer(
@@ -61,7 +62,8 @@ class Lent(Block):
         """Writes a value into the block."""
         tensors = (value,) if isinstance(value, Tensor) else value
         if packing not in self.views:
-            self.views[packing] = packing.views(self.contents)
+            with torch.inference_mode(mode=False):
+                self.views[packing] = packing.views(self.contents)
         packing.write(self.views[packing], tensors)
 
 

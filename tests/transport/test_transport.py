@@ -133,6 +133,25 @@ def test_a_block_is_lent_again_once_nothing_reads_it(
     assert len(here.lent) == 3
 
 
+def test_a_block_of_inference_mode_is_lent_again_without(
+    pair: tuple[Neighbour, Neighbour],
+) -> None:
+    """As where a model is evaluated before it is trained."""
+    here, there = pair
+    value = torch.arange(4.0)
+    here.start_reader()  # so that a thread without the mode writes weights
+    for tag, (inference, weights) in enumerate(
+        [(True, False), (False, False), (True, True), (False, True)]
+    ):
+        letter = parcel(value, tag, weights)
+        with torch.inference_mode(inference):
+            here.send(value.clone(), letter)
+            there.expect(letter)
+            here.finish()
+            same(there.take(letter), value)
+    assert len(here.lent) == 1
+
+
 def test_what_the_user_keeps_is_copied_out_of_its_block(
     pair: tuple[Neighbour, Neighbour],
 ) -> None:
