@@ -56,6 +56,8 @@ class ProcessEndpoint:
     """An endpoint of a rank: through shared memory to ranks of the same host, else over
     torch.distributed, where tensors on a GPU go through host memory. Weights wait on
     both ways, without holding up the program, until the receiver has room for them.
+    Among more than two ranks they go over torch.distributed: while a rank waits for
+    one of them, it would not see that another has room.
     """
 
     def __init__(self, processes: Processes, mark: Mark) -> None:
@@ -69,6 +71,8 @@ class ProcessEndpoint:
 
     def _near(self, parcel: Parcel) -> Neighbour | None:
         """The neighbour that a parcel goes to or comes from, if it goes this way."""
+        if parcel.weights and self.processes.workers > 2:
+            return None
         return self.processes.neighbours.get(parcel.peer)
 
     def send(self, value: Any, parcel: Parcel) -> None:

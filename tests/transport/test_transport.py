@@ -276,7 +276,9 @@ def test_weights_that_wait_hold_up_no_other_send() -> None:
     def post(call: object, buffer: Tensor, peer: int, tag: int) -> Work:
         return Work(tag - endpoint.first)
 
-    processes: Any = SimpleNamespace(neighbours={}, helpers=Helpers(), post=post)
+    processes: Any = SimpleNamespace(
+        neighbours={}, workers=2, helpers=Helpers(), post=post
+    )
     endpoint = ProcessEndpoint(processes, Mark(0, 0))
     weights, value = torch.ones(4), torch.ones(4)
     endpoint.send(weights, parcel(weights, 0, weights=True))
