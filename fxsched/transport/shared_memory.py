@@ -106,10 +106,10 @@ class Neighbour:
                 self._read_next(mark, where)
                 continue
             with self.changed:
-                gone = not self.kept or self.changed.wait(TICK)
-                if self.fault is not None:
+                told = not self.kept or self.changed.wait(TICK)
+                if self.kept and self.fault is not None:
                     raise self._lost()
-            if not gone:
+            if not told:
                 self.all.control.idle(self.rank, mark, began, where())
         self.lane.finish()
 

@@ -40,7 +40,7 @@ SMALLEST = {  # what it prints, and the rest of the command
     ),
     "limits": (
         "1f1b, 100%  ",  # in the table, as it isn't refused
-        f"{SMALL} --steps 1 --shares 1 --schedules 1f1b",
+        f"{SMALL} --steps 1 --shares 1 --schedules 1f1b --parked disk last",
     ),
     "memory": ("ddp done", f"{SMALL} --steps 1 --only ddp"),
     "norms": (
