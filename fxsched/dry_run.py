@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from .capture.batch import batch_of
 from .capture.caller import Dims
 from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
+from .clock.timeline import Event
 from .ir.generators import kept_generators
 from .ir.modes import modes_after_errors
 from .jobs.job import Direction, PlanError
@@ -29,10 +32,12 @@ from .planning import make_step, plan_call
 from .plans.plan import Plan
 from .runtime.padding import check_padded
 from .runtime.step import Step
-from .runtime.workers import workers_of
+from .runtime.workers import Workers, workers_of
 from .transport.world import from_rank_0
 
-FITTED_STEPS = 3  # of one worker, that a profile is fitted to
+WARM = 1  # steps of one worker that a profile isn't fitted to
+FEWEST_STEPS, MOST_STEPS = 4, 10  # with these, and as many as fit into LONG seconds
+LONG = 3.0
 
 
 def plan(
@@ -118,51 +123,87 @@ def profile(
     _check_model("profile", model)
     positive("profile", repeats=repeats, microbatches=microbatches)
 
-    @torch.inference_mode(mode=False)
-    def measured() -> Profile:
-        schedule = Schedule(1, microbatches)
-        options = Options(schedule, batch_dims=batch_dims, model_passes=model_passes)
-        tracer = Tracer(options)
+    schedule = Schedule(1, microbatches)
+    options = Options(schedule, batch_dims=batch_dims, model_passes=model_passes)
+    with torch.inference_mode(mode=False), torch.enable_grad():
+
+        def call(backend: Backend) -> None:
+            torch.compile(model, backend=backend)(*args, **kwargs)
+
+        return _Profiler(options, call, repeats).profile()
+
+
+class _Profiler:
+    """Measures a call of a model, a node at a time and then in steps of one worker.
+
+    Each method but profile() is one that all ranks begin together: while all cores of a
+    machine are busy, as in training, each of them is slower.
+
+    captured, inputs: what Dynamo made of the call. step: of one worker.
+    """
+
+    captured: fx.GraphModule
+    inputs: Sequence[Any] = ()
+    step: Step
+
+    def __init__(
+        self, options: Options, call: Callable[[Backend], None], repeats: int
+    ) -> None:
+        self.options, self.call, self.repeats = options, call, repeats
+
+    def profile(self) -> Profile:
+        """The times of nodes, scaled to those steps unless the model needs other
+        options for them."""
+        found = from_rank_0(self.nodes)
+        self.options = replace(self.options, profile=found)
+        with (
+            kept_generators(self.inputs),
+            closing(workers_of("threads", 1, None)) as workers,
+            suppress(PlanError),
+        ):
+            from_rank_0(partial(self.plan, workers))
+            return from_rank_0(partial(self.fitted, found))
+        return found
+
+    def nodes(self) -> Profile:
+        """The times of nodes, each on its own."""
         try:
-            with torch.enable_grad():
-                torch.compile(model, backend=tracer)(*args, **kwargs)
+            self.call(Tracer(self.options))
         except MicrobatchTraced as end:
-            graph, gm, inputs = end.traced.graph, end.captured, end.inputs
-            with kept_generators(inputs):
-                found = measure(graph, inputs, microbatches, repeats)
-                with suppress(PlanError):
-                    return _fitted(found, gm, inputs, options)
-            return found
+            self.captured, self.inputs = end.captured, end.inputs
+            with kept_generators(self.inputs):
+                count = self.options.request.schedule.microbatches
+                return measure(end.traced.graph, self.inputs, count, self.repeats)
         raise _no_graph("profile")
 
-    return from_rank_0(measured)
+    def plan(self, workers: Workers) -> None:
+        """Plans the steps. Raises PlanError for a model that needs other options."""
+        self.step = make_step(self.captured, self._args(), self.options, workers)
 
+    def _args(self) -> tuple[Any, ...]:
+        """The inputs without what is known of where ranks keep them."""
+        return tuple(
+            value.detach().requires_grad_(value.requires_grad)
+            if isinstance(value, Tensor)
+            else value
+            for value in self.inputs
+        )
 
-def _fitted(
-    profile: Profile, gm: fx.GraphModule, inputs: Sequence[Any], options: Options
-) -> Profile:
-    """A profile, scaled to the steps of its schedule's one worker.
-
-    Raises PlanError for a model that needs other options.
-    """
-    options = replace(options, profile=profile)
-    args = tuple(
-        # without what is known of where ranks keep it
-        value.detach().requires_grad_(value.requires_grad)
-        if isinstance(value, Tensor)
-        else value
-        for value in inputs
-    )
-    with torch.enable_grad(), closing(workers_of("threads", 1, None)) as workers:
-        step = make_step(gm, args, options, workers)
+    def fitted(self, profile: Profile) -> Profile:
+        """The profile, scaled to steps."""
+        step, args, steps = self.step, self._args(), list[tuple[Event, ...]]()
+        began = perf_counter()
         with torch.no_grad():
-            for _ in range(FITTED_STEPS + 1):  # the first one warms up
+            while len(steps) < FEWEST_STEPS or (
+                len(steps) < MOST_STEPS and perf_counter() - began < LONG
+            ):
                 _run(step, args)
-    steps = [*step.earlier, step.events][-FITTED_STEPS:]
-    planned, stages = step.plan.simulate().timeline, step.plan.stages.nodes
-    back = (e.job.stage for e in planned if e.job.direction is Direction.BACKWARD)
-    again = sum(stages[stage].get("again", 0.0) for stage in back)
-    return profile.fitted(planned, again, steps)
+                steps.append(step.events)
+        del steps[:WARM]
+        planned, stages = step.plan.simulate().timeline, step.plan.stages.nodes
+        back = (e.job.stage for e in planned if e.job.direction is Direction.BACKWARD)
+        again = sum(stages[stage].get("again", 0.0) for stage in back)
+        return profile.fitted(planned, again, steps)
 
 
 def _run(step: Step, args: tuple[Any, ...]) -> None:
