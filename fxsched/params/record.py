@@ -6,14 +6,14 @@ clipping. They are of all models of this process: a model may have several backe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ir.graphs import Spec
 from ..ir.parts import Cut, KeptParts
@@ -141,13 +141,49 @@ class Record:
         return self.parts is None and rank in self.newest
 
 
-RECORDS: MutableMapping[Tensor, Record] = WeakIdKeyDictionary()
 _NOTHING = Record()
+
+
+class _Records:
+    """Records by tensor, each for as long as its tensor lives.
+
+    A WeakIdKeyDictionary makes a weak reference whenever it is asked, and each call
+    asks for each parameter several times.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[weakref.ref[Tensor], Record]] = {}  # by id
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, tensor: Tensor) -> Record:
+        known = self._kept.get(id(tensor))
+        return _NOTHING if known is None else known[1]
+
+    def __setitem__(self, tensor: Tensor, record: Record) -> None:
+        number, kept = id(tensor), self._kept
+        known = kept.get(number)
+        if known is None:
+            reference = weakref.ref(tensor, lambda _: kept.pop(number))
+        else:
+            reference, _ = known
+        kept[number] = reference, record
+
+    def items(self) -> Iterator[tuple[Tensor, Record]]:
+        """The tensors and their records."""
+        for reference, record in list(self._kept.values()):
+            tensor = reference()
+            if tensor is not None:
+                yield tensor, record
+
+
+RECORDS = _Records()
 
 
 def record_of(tensor: Tensor) -> Record:
     """What is known of a tensor; nothing, of one that no plan and no deferred() had."""
-    return RECORDS.get(tensor, _NOTHING)
+    return RECORDS[tensor]
 
 
 def note(tensor: Tensor, **fields: Any) -> Record:
