@@ -20,7 +20,7 @@ from .capture.trace import Traced, trace_microbatch
 from .clock.timeline import Event
 from .ir.generators import kept_generators
 from .ir.modes import modes_after_errors
-from .jobs.job import Direction, PlanError
+from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import positive, shown
 from .options import PLANNED, Options, named_in_errors, parted, with_names
@@ -33,8 +33,10 @@ from .plans.plan import Plan
 from .runtime.padding import check_padded
 from .runtime.step import Step
 from .runtime.workers import Workers, workers_of
+from .schedules.orders import microbatch_first
 from .transport.world import from_rank_0
 
+STAGES = 8  # of these steps, unless the model has fewer
 WARM = 1  # steps of one worker that a profile isn't fitted to
 FEWEST_STEPS, MOST_STEPS = 4, 10  # with these, and as many as fit into LONG seconds
 LONG = 3.0
@@ -155,14 +157,14 @@ class _Profiler:
         """The times of nodes, scaled to those steps unless the model needs other
         options for them."""
         found = from_rank_0(self.nodes)
-        self.options = replace(self.options, profile=found)
         with (
             kept_generators(self.inputs),
             closing(workers_of("threads", 1, None)) as workers,
-            suppress(PlanError),
         ):
-            from_rank_0(partial(self.plan, workers))
-            return from_rank_0(partial(self.fitted, found))
+            for stages in (STAGES, 1):  # where the model has no so many
+                with suppress(PlanError):
+                    from_rank_0(partial(self.plan, found, stages, workers))
+                    return from_rank_0(self.fitted)
         return found
 
     def nodes(self) -> Profile:
@@ -176,9 +178,14 @@ class _Profiler:
                 return measure(end.traced.graph, self.inputs, count, self.repeats)
         raise _no_graph("profile")
 
-    def plan(self, workers: Workers) -> None:
-        """Plans the steps. Raises PlanError for a model that needs other options."""
-        self.step = make_step(self.captured, self._args(), self.options, workers)
+    def plan(self, profile: Profile, stages: int, workers: Workers) -> None:
+        """Plans the steps. Raises PlanError for a model that needs other options, or
+        has fewer stages."""
+        schedule = replace(
+            self.options.request.schedule, stages=stages, n=microbatch_first
+        )
+        options = replace(self.options, schedule=schedule, profile=profile)
+        self.step = make_step(self.captured, self._args(), options, workers)
 
     def _args(self) -> tuple[Any, ...]:
         """The inputs without what is known of where ranks keep them."""
@@ -189,7 +196,7 @@ class _Profiler:
             for value in self.inputs
         )
 
-    def fitted(self, profile: Profile) -> Profile:
+    def fitted(self) -> Profile:
         """The profile, scaled to steps."""
         step, args, steps = self.step, self._args(), list[tuple[Event, ...]]()
         began = perf_counter()
@@ -200,10 +207,7 @@ class _Profiler:
                 _run(step, args)
                 steps.append(step.events)
         del steps[:WARM]
-        planned, stages = step.plan.simulate().timeline, step.plan.stages.nodes
-        back = (e.job.stage for e in planned if e.job.direction is Direction.BACKWARD)
-        again = sum(stages[stage].get("again", 0.0) for stage in back)
-        return profile.fitted(planned, again, steps)
+        return step.plan.profile(*steps)
 
 
 def _run(step: Step, args: tuple[Any, ...]) -> None:
