@@ -112,9 +112,10 @@ def profile(
 ) -> Profile:
     """Measures F and B of every node of model(*args, **kwargs), for one microbatch.
 
-    The times of nodes are scaled so that F and B of all microbatches take as long as in
-    steps of one worker, if fxsched.backend can run the model by Schedule(1,
-    microbatches) and these options alone. Needs the memory of one such step.
+    The times of nodes are scaled so that F and B of eight stages, or of one if the
+    model has fewer, take as long as in steps of one worker, if fxsched.backend can run
+    the model by Schedule(1, microbatches) and these options alone. Needs the memory of
+    one such step.
     batch_dims, model_passes: as for fxsched.backend.
 
     Pass the result as profile= to fxsched.backend, plan or explain. Under torchrun all

@@ -150,7 +150,7 @@ LLAMAS = {
 }
 
 
-def llama(name: str, workers: int, picture: str | None) -> float:
+def llama(name: str, workers: int, shards: int, picture: str | None) -> float:
     """Builds and plans a Llama with 1f1b, two microbatches a worker; GiB."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -162,9 +162,10 @@ def llama(name: str, workers: int, picture: str | None) -> float:
     built = time.perf_counter()
     tokens = torch.zeros(2 * workers, 4096, dtype=torch.long)
     hosts = [list(range(k, min(k + 8, workers))) for k in range(0, workers, 8)]
+    schedule = schedules.one_f_one_b(workers // shards, 2 * workers)
     plan = fxsched.plan(
         model,
-        schedules.one_f_one_b(workers, 2 * workers),
+        schedule if shards == 1 else schedules.sharded(schedule, shards),
         tokens,
         tokens,
         device="H100",
@@ -177,16 +178,18 @@ def llama(name: str, workers: int, picture: str | None) -> float:
     planned = time.perf_counter()
     if picture:
         plan.diagram().save(picture)
-    work = [data["forward"] + data["backward"] for _, data in plan.stages.nodes.items()]
+    busy = [0.0] * workers
+    for event in plan.timeline:
+        busy[event.worker] += event.end - event.start
     count = sum(parameter.numel() for parameter in model.parameters())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     drawn = time.perf_counter() - planned
-    slowest = max(work) * len(work) / sum(work)
+    busiest = max(busy) * workers / sum(busy)
     print(
         f"\n{count:,} parameters: built in {built - start:.1f} s, planned in "
         f"{planned - built:.1f} s, {f'drawn in {drawn:.1f} s, ' if picture else ''}"
-        f"peak {peak:.2f} GiB; the slowest stage takes {slowest:.3f} times as long as "
-        "the mean"
+        f"peak {peak:.2f} GiB; the busiest worker's jobs take {busiest:.3f} times as "
+        "long as those of the mean"
     )
     return peak
 
@@ -208,13 +211,17 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=0)
     parser.add_argument("--llama", choices=list(LLAMAS))
     parser.add_argument("--workers", type=int, default=8, help="of --llama (8)")
+    text = "of each stage of --llama (1); the number of workers is a multiple"
+    parser.add_argument("--shards", type=int, default=1, help=text)
     parser.add_argument(
         "--picture", metavar="FILE", help="of --llama: an .svg or .html"
     )
     parser.add_argument("--zoo", action="store_true")
     given = parser.parse_args()
     if given.llama:
-        return int(llama(given.llama, given.workers, given.picture) > 8)
+        if given.workers % given.shards:
+            parser.error("--workers isn't a multiple of --shards")
+        return int(llama(given.llama, given.workers, given.shards, given.picture) > 8)
     if given.zoo:
         return int(zoo() > 0)
     if given.ranks and not started_by_torchrun():

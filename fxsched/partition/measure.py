@@ -68,25 +68,6 @@ class Profile:
         f, b = (sum(t[i] for t in self.measured.values()) for i in (0, 1))
         return f"profile of {len(self.measured)} nodes: F {f:.3g} s, B {b:.3g} s"
 
-    def fitted(
-        self,
-        planned: Sequence[Event],
-        again: float,
-        steps: Sequence[Sequence[Event]],
-    ) -> Profile:
-        """The same with F and B scaled so that jobs of a plan take what they took in
-        steps, at the median of steps.
-
-        planned: the jobs as this profile has them. again: seconds of these in which B
-            computes again what F did.
-        """
-        each, known = list(map(_jobs, steps)), _jobs(planned)
-        taken = Times(*(statistics.median(times[i] for times in each) for i in (0, 1)))
-        once = taken.once(again, known.forward)
-        ratio = once.over(known.once(again, known.forward))
-        measured = {key: own.scaled(ratio) for key, own in self.measured.items()}
-        return Profile(measured, self.estimated)
-
     def apply(self, gm: fx.GraphModule) -> None:
         """Replaces the estimates of a traced graph by measured times.
 
@@ -114,14 +95,6 @@ class Profile:
 
 def _total(times: Iterable[Times]) -> Times:
     return Times(*map(sum, zip((0.0, 0.0), *times, strict=True)))
-
-
-def _jobs(events: Iterable[Event]) -> Times:
-    """Seconds of all F, and of all other jobs."""
-    seconds = [0.0, 0.0]
-    for event in events:
-        seconds[event.job.direction is not FORWARD] += event.end - event.start
-    return Times(*seconds)
 
 
 class Known(NamedTuple):

@@ -17,8 +17,6 @@ from torch._subclasses import FakeTensorMode
 
 import fxsched
 from fxsched import (
-    Direction,
-    Job,
     Network,
     PlanError,
     Rate,
@@ -27,12 +25,11 @@ from fxsched import (
     schedules,
 )
 from fxsched.clock.stage_graph import run_stages, worker_bytes
-from fxsched.clock.timeline import Event
 from fxsched.ir.request import Request
 from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.models.three_encoder import ThreeEncoder, ThreeEncoderConfig
 from fxsched.partition.cut_cost import Problem
-from fxsched.partition.measure import Profile, Times, _TimedPass
+from fxsched.partition.measure import _TimedPass
 from fxsched.partition.planner import choose_cut
 from fxsched.passes import partition
 
@@ -487,26 +484,6 @@ def test_a_profile_is_fitted_to_steps_that_ran() -> None:
     for wrong in ([], [ran[0][1:]], [ran[0] + ran[0][:1]]):
         with pytest.raises(PlanError, match="with each of its 16 jobs once"):
             plan.profile(*wrong)
-
-
-def test_times_of_nodes_are_scaled_to_those_of_jobs() -> None:
-    times = {"a": Times(1.0, 2.0), "b": Times(3.0, 0.0)}
-
-    def jobs(forward: float, backward: float) -> list[Event]:
-        first, last = Job(0, 0, Direction.FORWARD), Job(0, 0, Direction.BACKWARD)
-        return [
-            Event(first, 0, 1.0, 1.0 + forward),
-            Event(last, 0, 9.0, 9.0 + backward),
-        ]
-
-    planned = jobs(4.0, 2.0)
-    steps = [jobs(8.0, 1.0), jobs(6.0, 3.0), jobs(5.0, 9.0)]
-    found = Profile(times, times).fitted(planned, 0.0, steps)
-    assert found.measured == {"a": Times(1.5, 3.0), "b": Times(4.5, 0.0)}
-    assert found.estimated == times
-    # B computes 1 of F's 4 again, which takes 1.5 as F takes 6
-    found = Profile(times, times).fitted(jobs(4.0, 3.0), 1.0, steps)
-    assert found.measured["a"] == Times(1.5, 1.5)
 
 
 def test_a_profile_can_be_made_where_gradients_are_off() -> None:
