@@ -193,8 +193,7 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _add_planned(parser, ["ddp", "gpipe", "1f1b", "interleaved", "zb_h1"])
     add("--optimizer", action="store_true", help="AdamW, in the program")
-    add("--steps", type=int, default=20, help="of each schedule in a round (20)")
-    add("--rounds", type=int, default=3, help="of profiles and steps (3)")
+    add("--steps", type=int, default=20, help="of each schedule (20)")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")
     parser.set_defaults(run=predict.run)
 

@@ -1,8 +1,5 @@
 """Predicted against measured step time: what a plan says, and what a step takes.
 
-A machine's pace changes within minutes. So each schedule has a profile of its own, made
-just before its steps, and the schedules have several rounds.
-
 --model: a GPT of the given size, or one of tests/encoders.py. --schedules may have
 `recommended`, for what fxsched.recommend takes.
 """
@@ -10,14 +7,13 @@ just before its steps, and the schedules have several rounds.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,69 +31,45 @@ RECOMMENDED = "recommended"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Every schedule's step: predicted from a profile, predicted from the durations of
-    the jobs that ran, and measured; medians of rounds."""
+    """Every schedule's step: predicted from a profile of one microbatch, predicted from
+    the durations of the jobs that ran, and measured, in turns."""
     dist.init_process_group("gloo")
-    found: dict[str, list[Row]] = {name: [] for name in options.schedules}
-    for _ in range(options.rounds):
-        for name in options.schedules:
-            found[name].append(_alone(name, options))
-            torch._dynamo.reset()
-            gc.collect()
+    model, batch = made(options)
+    count = options.microbatches
+    profile = fxsched.profile(model, *batch, microbatches=count)
+    world, rows = dist.get_world_size(), []
+    racers = []
+    for name in options.schedules:
+        if name == RECOMMENDED:
+            schedule = _recommended(model, batch, profile)
+        else:
+            schedule = schedules.LIBRARY[name](workers=world, microbatches=count)
+        # a step that keeps its timeline also waits for all ranks: time another
+        for record in (True, False):
+            model, batch = made(options)
+            inside = None
+            if options.optimizer:
+                inside = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            given = fxsched.backend(schedule, profile=profile, optimizer=inside)
+            backend = fxsched.Backend(recording(given.options, record))
+            racers.append(Racer(name, model, backend, batch))
+    race(racers, options.steps)
+    for recorded, timed in zip(racers[::2], racers[1::2], strict=True):
+        measured = statistics.median(slowest(timed.seconds).tolist())
+        ahead = recorded.plan.simulate(prefetch=1).latency
+        after = statistics.median(recorded.simulated)
+        rows.append((recorded.name, 1e3 * measured, 1e3 * ahead, ahead / measured - 1))
+        rows[-1] += (1e3 * after, after / measured - 1)
     if not dist.get_rank():
-        rows = [(name, *_median(each)) for name, each in found.items()]
         headers = "schedule|measured ms|from a profile ms|off|from its jobs ms|off"
         formats = ("", ".1f", ".1f", "+.1%", ".1f", "+.1%")
         print(tabulate(rows, headers.split("|"), floatfmt=formats))
         if options.json is not None:
-            names = ("schedule", *Row._fields)
-            table = [dict(zip(names, row, strict=True)) for row in rows]
-            options.json.write_text(json.dumps(table))
+            names = ("schedule", "measured", "profile", "off", "jobs", "jobs_off")
+            found = [dict(zip(names, row, strict=True)) for row in rows]
+            options.json.write_text(json.dumps(found))
     dist.destroy_process_group()
     return 0
-
-
-class Row(NamedTuple):
-    """A step, measured and predicted, in milliseconds; shares of what was measured by
-    which predictions are off."""
-
-    measured: float
-    profile: float
-    off: float
-    jobs: float
-    jobs_off: float
-
-
-def _median(rows: list[Row]) -> Row:
-    return Row(*map(statistics.median, zip(*rows, strict=True)))
-
-
-def _alone(name: str, options: argparse.Namespace) -> Row:
-    """A schedule's steps right after a profile, with no other model in memory."""
-    count, world = options.microbatches, dist.get_world_size()
-    model, batch = made(options)
-    profile = fxsched.profile(model, *batch, microbatches=count)
-    if name == RECOMMENDED:
-        schedule = _recommended(model, batch, profile)
-    else:
-        schedule = schedules.LIBRARY[name](workers=world, microbatches=count)
-    racers = []
-    # a step that keeps its timeline also waits for all ranks: time another
-    for record in (True, False):
-        model, batch = made(options)
-        inside = None
-        if options.optimizer:
-            inside = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        given = fxsched.backend(schedule, profile=profile, optimizer=inside)
-        backend = fxsched.Backend(recording(given.options, record))
-        racers.append(Racer(model, backend, batch))
-    race(racers, options.steps)
-    recorded, timed = racers
-    measured = statistics.median(slowest(timed.seconds).tolist())
-    ahead = recorded.plan.simulate(prefetch=1).latency
-    after = statistics.median(recorded.simulated)
-    off, jobs_off = ahead / measured - 1, after / measured - 1
-    return Row(1e3 * measured, 1e3 * ahead, off, 1e3 * after, jobs_off)
 
 
 def made(options: argparse.Namespace) -> Asked:
@@ -143,6 +115,7 @@ def _recommended(
 class Racer:
     """A compiled model, and the seconds of its steps, or what they should have been."""
 
+    name: str
     model: torch.nn.Module
     backend: fxsched.Backend
     batch: tuple[torch.Tensor, ...]

@@ -51,7 +51,7 @@ SMALLEST = {  # what it prints, and the rest of the command
     "overhead": ("two stages a rank, torch", "--gloo --microbatches 4 --steps 1"),
     "peers": ("torch-1f1b", f"{SMALL} --steps 1 --tries 1 --only 1f1b"),
     "plan": ("order to check", "--workers 2 --microbatches 2 --programs one"),
-    "predict": ("from a profile ms", f"{SMALL} --steps 1 --rounds 1 --schedules 1f1b"),
+    "predict": ("from a profile ms", f"{SMALL} --steps 1 --schedules 1f1b"),
     "save": ("background=True", "--rounds 1 --forward 1"),
     "search": ("zb_1p", "--rows 0 --effort 0.01"),
     "shards": ("torch-tp-whole", f"{SMALL} --steps 1 --only shards-whole"),
