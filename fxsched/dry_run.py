@@ -36,10 +36,10 @@ from .runtime.workers import Workers, workers_of
 from .schedules.orders import microbatch_first
 from .transport.world import from_rank_0
 
-STAGES = 8  # of these steps, unless the model has fewer
-WARM = 1  # steps of one worker that a profile isn't fitted to
-FEWEST_STEPS, MOST_STEPS = 4, 10  # with these, and as many as fit into LONG seconds
+STAGES = (8, 1)  # of a profile's steps: the first number that the model can be cut into
+FEWEST_STEPS, MOST_STEPS = 4, 10  # of these steps, as many as fit into LONG seconds
 LONG = 3.0
+WARM = 1  # of them that a profile isn't fitted to
 
 
 def plan(
@@ -112,10 +112,10 @@ def profile(
 ) -> Profile:
     """Measures F and B of every node of model(*args, **kwargs), for one microbatch.
 
-    The times of nodes are scaled so that F and B of eight stages, or of one if the
-    model has fewer, take as long as in steps of one worker, if fxsched.backend can run
-    the model by Schedule(1, microbatches) and these options alone. Needs the memory of
-    one such step.
+    The times of nodes are scaled so that F and B of eight stages take as long as in
+    steps of one worker, if fxsched.backend can run the model by Schedule(1,
+    microbatches) and these options alone; so that F and B of all of a model take as
+    long, if it can't be cut into eight stages. Needs the memory of one such step.
     batch_dims, model_passes: as for fxsched.backend.
 
     Pass the result as profile= to fxsched.backend, plan or explain. Under torchrun all
@@ -139,8 +139,8 @@ def profile(
 class _Profiler:
     """Measures a call of a model, a node at a time and then in steps of one worker.
 
-    Each method but profile() is one that all ranks begin together: while all cores of a
-    machine are busy, as in training, each of them is slower.
+    All ranks begin nodes(), plan() and fitted() together: while all cores of a machine
+    are busy, as in training, each core is slower.
 
     captured, inputs: what Dynamo made of the call. step: of one worker.
     """
@@ -162,10 +162,9 @@ class _Profiler:
             kept_generators(self.inputs),
             closing(workers_of("threads", 1, None)) as workers,
         ):
-            for stages in (STAGES, 1):  # where the model has no so many
-                with suppress(PlanError):
-                    from_rank_0(partial(self.plan, found, stages, workers))
-                    return from_rank_0(self.fitted)
+            for stages in STAGES:
+                if from_rank_0(partial(self.plan, found, stages, workers)):
+                    return from_rank_0(partial(self.fitted, found))
         return found
 
     def nodes(self) -> Profile:
@@ -179,14 +178,17 @@ class _Profiler:
                 return measure(end.traced.graph, self.inputs, count, self.repeats)
         raise _no_graph("profile")
 
-    def plan(self, profile: Profile, stages: int, workers: Workers) -> None:
-        """Plans the steps. Raises PlanError for a model that needs other options, or
-        has fewer stages."""
+    def plan(self, profile: Profile, stages: int, workers: Workers) -> bool:
+        """Plans the steps; False for a model that needs other options, or that can't be
+        cut into so many stages."""
         schedule = replace(
             self.options.request.schedule, stages=stages, n=microbatch_first
         )
         options = replace(self.options, schedule=schedule, profile=profile)
-        self.step = make_step(self.captured, self._args(), options, workers)
+        with suppress(PlanError):
+            self.step = make_step(self.captured, self._args(), options, workers)
+            return True
+        return False
 
     def _args(self) -> tuple[Any, ...]:
         """The inputs without what is known of where ranks keep them."""
@@ -197,7 +199,7 @@ class _Profiler:
             for value in self.inputs
         )
 
-    def fitted(self) -> Profile:
+    def fitted(self, profile: Profile) -> Profile:
         """The profile, scaled to steps."""
         step, args, steps = self.step, self._args(), list[tuple[Event, ...]]()
         began = perf_counter()
@@ -208,7 +210,10 @@ class _Profiler:
                 _run(step, args)
                 steps.append(step.events)
         del steps[:WARM]
-        return step.plan.profile(*steps)
+        scaled = step.plan.profile(*steps)  # without nodes that the plan has otherwise
+        return Profile(
+            profile.measured | scaled.measured, profile.estimated | scaled.estimated
+        )
 
 
 def _run(step: Step, args: tuple[Any, ...]) -> None:

@@ -4,7 +4,8 @@ python -m tests.deferred [--ranks N]: under many schedules, losses and the train
 have the same bits; --ranks: over processes, each of which makes what it keeps alone.
 python -m tests.deferred --zoo: models and inputs of tests.zoo have the same bits.
 python -m tests.deferred --llama 70B --workers 64: plans a Llama on GPUs of hosts of 8,
-with AdamW; fails if that takes 8 GiB. --picture: draws the step, too.
+with AdamW; fails if that takes 8 GiB. --shards N: in stages of N shards. --picture:
+draws the step, too.
 """
 
 from __future__ import annotations
@@ -175,12 +176,12 @@ def llama(name: str, workers: int, shards: int, picture: str | None) -> float:
         optimizer=optimizer,
     )
     print(plan)
-    planned = time.perf_counter()
-    if picture:
-        plan.diagram().save(picture)
     busy = [0.0] * workers
     for event in plan.timeline:
         busy[event.worker] += event.end - event.start
+    planned = time.perf_counter()
+    if picture:
+        plan.diagram().save(picture)
     count = sum(parameter.numel() for parameter in model.parameters())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     drawn = time.perf_counter() - planned
@@ -189,7 +190,7 @@ def llama(name: str, workers: int, shards: int, picture: str | None) -> float:
         f"\n{count:,} parameters: built in {built - start:.1f} s, planned in "
         f"{planned - built:.1f} s, {f'drawn in {drawn:.1f} s, ' if picture else ''}"
         f"peak {peak:.2f} GiB; the busiest worker's jobs take {busiest:.3f} times as "
-        "long as those of the mean"
+        "long as the mean worker's"
     )
     return peak
 
@@ -211,16 +212,15 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=0)
     parser.add_argument("--llama", choices=list(LLAMAS))
     parser.add_argument("--workers", type=int, default=8, help="of --llama (8)")
-    text = "of each stage of --llama (1); the number of workers is a multiple"
-    parser.add_argument("--shards", type=int, default=1, help=text)
+    parser.add_argument("--shards", type=int, default=1, help="of a stage (1)")
     parser.add_argument(
         "--picture", metavar="FILE", help="of --llama: an .svg or .html"
     )
     parser.add_argument("--zoo", action="store_true")
     given = parser.parse_args()
     if given.llama:
-        if given.workers % given.shards:
-            parser.error("--workers isn't a multiple of --shards")
+        if given.shards < 1 or given.workers % given.shards:
+            parser.error(f"--shards {given.shards}: give a divisor of --workers")
         return int(llama(given.llama, given.workers, given.shards, given.picture) > 8)
     if given.zoo:
         return int(zoo() > 0)

@@ -6,7 +6,6 @@ clipping. They are of all models of this process: a model may have several backe
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdRef
 
 from ..ir.graphs import Spec
 from ..ir.parts import Cut, KeptParts
@@ -152,12 +152,13 @@ class _Records:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[weakref.ref[Tensor], Record]] = {}  # by id
+        self._kept: dict[int, tuple[WeakIdRef, Record]] = {}  # by id
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __getitem__(self, tensor: Tensor) -> Record:
+    def get(self, tensor: Tensor) -> Record:
+        """What is known of a tensor."""
         known = self._kept.get(id(tensor))
         return _NOTHING if known is None else known[1]
 
@@ -165,7 +166,7 @@ class _Records:
         number, kept = id(tensor), self._kept
         known = kept.get(number)
         if known is None:
-            reference = weakref.ref(tensor, lambda _: kept.pop(number))
+            reference = WeakIdRef(tensor, partial(kept.pop, number))
         else:
             reference, _ = known
         kept[number] = reference, record
@@ -183,7 +184,7 @@ RECORDS = _Records()
 
 def record_of(tensor: Tensor) -> Record:
     """What is known of a tensor; nothing, of one that no plan and no deferred() had."""
-    return RECORDS[tensor]
+    return RECORDS.get(tensor)
 
 
 def note(tensor: Tensor, **fields: Any) -> Record:

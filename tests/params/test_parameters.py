@@ -12,6 +12,7 @@ import fxsched
 from fxsched import PlanError, schedules
 from fxsched.ir.parts import Cut, KeptParts
 from fxsched.params.cut_weights import cut_weight
+from fxsched.params.record import RECORDS, note, record_of
 from tests.ranks_parameters import batch, build
 from tests.started_ranks import run_ranks
 
@@ -37,6 +38,19 @@ def test_hooks_run_once_with_the_gradient_of_the_whole_batch(name: str) -> None:
     for gradient in called:
         torch.testing.assert_close(gradient, whole.get_parameter("2.weight").grad)
         assert type(gradient) is Tensor
+
+
+def test_a_record_ends_with_its_tensor() -> None:
+    tensor, other, count = torch.ones(2), torch.ones(2), len(RECORDS)
+    note(tensor, name="a")
+    note(tensor, workers=2)
+    note(other, name="b")
+    assert len(RECORDS) == count + 2
+    assert (record_of(tensor).name, record_of(tensor).workers) == ("a", 2)
+    assert {r.name for t, r in RECORDS.items() if t is tensor or t is other} == {*"ab"}
+    del tensor
+    assert len(RECORDS) == count + 1
+    assert record_of(torch.ones(2)).name == ""  # even if it has the id of the first
 
 
 def test_a_hook_that_no_backward_would_run_is_refused() -> None:

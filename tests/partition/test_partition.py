@@ -505,6 +505,39 @@ def test_a_profile_leaves_out_the_steps_of_a_model_that_needs_more_options(
     assert all(f >= 0 < f + b for f, b in profile.measured.values())
 
 
+@pytest.mark.parametrize(("layers", "tried"), [(2, [8, 1]), (8, [8])])
+def test_a_profile_is_fitted_to_eight_stages_or_to_one(
+    layers: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, make = [], dry_run.make_step
+
+    def made(gm: Any, args: Any, options: Any, workers: Any) -> Any:
+        asked.append(options.schedule.stages)
+        return make(gm, args, options, workers)
+
+    monkeypatch.setattr(dry_run, "make_step", made)
+    fitted = list[Any]()
+    profile = dry_run.Plan.profile
+
+    def spied(plan: Any, *steps: Any) -> Any:
+        fitted.append((plan, steps))
+        return profile(plan, *steps)
+
+    monkeypatch.setattr(dry_run.Plan, "profile", spied)
+    found = fxsched.profile(Wide(layers), torch.ones(512, 512), microbatches=2)
+    assert asked == tried
+    ((plan, steps),) = fitted
+    wanted = profile(plan, *steps).measured
+    assert {key: found.measured[key] for key in wanted} == wanted
+
+
+def test_a_profile_has_nodes_that_its_steps_have_otherwise() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    profile = fxsched.profile(model, torch.randn(32, 16), microbatches=4, repeats=1)
+    assert any("batch_norm" in key for key in profile.measured)
+    assert profile.measured.keys() == profile.estimated.keys()
+
+
 def test_a_profile_of_another_model_is_an_error() -> None:
     profile = fxsched.profile(Masked(4), rows(), repeats=1)
     with pytest.raises(PlanError, match="profile is of another model"):
