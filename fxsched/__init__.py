@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .draw.diagram import Diagram as Diagram
     from .dry_run import explain as explain
     from .dry_run import plan as plan
-    from .dry_run import profile as profile
     from .equality.replay import replay as replay
     from .equality.stability import Stability as Stability
     from .equality.stability import stability as stability
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
     from .placement.placements import placements as placements
     from .placement.row_warnings import RowsWarning as RowsWarning
     from .plans.plan import Plan as Plan
+    from .profiling import profile as profile
     from .runtime.local_rows import LocalSampler as LocalSampler
     from .schedules.saved import load_schedule as load_schedule
     from .simulator.simulate import Simulation as Simulation
@@ -95,7 +95,7 @@ MODULES = {
     "partition.measure": ("Profile",),
     "draw.chrome": ("write_trace",),
     "draw.diagram": ("Diagram",),
-    "dry_run": ("explain", "plan", "profile"),
+    "dry_run": ("explain", "plan"),
     "equality.replay": ("replay",),
     "equality.verify": ("Verification", "verify"),
     "ir.boundary": ("stage_boundary",),
@@ -104,6 +104,7 @@ MODULES = {
     "jobs.schedule": ("Schedule",),
     "passes": ("passes",),
     "plans.plan": ("Plan",),
+    "profiling": ("profile",),
     "placement.placements": ("keeps_rows", "placements"),
     "placement.row_warnings": ("RowsWarning",),
     "runtime.local_rows": ("LocalSampler",),

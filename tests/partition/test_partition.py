@@ -21,7 +21,7 @@ from fxsched import (
     PlanError,
     Rate,
     Schedule,
-    dry_run,
+    profiling,
     schedules,
 )
 from fxsched.clock.stage_graph import run_stages, worker_bytes
@@ -500,7 +500,7 @@ def test_a_profile_leaves_out_the_steps_of_a_model_that_needs_more_options(
     def refuse(*args: Any) -> None:
         raise PlanError("declare outputs=")
 
-    monkeypatch.setattr(dry_run, "make_step", refuse)
+    monkeypatch.setattr(profiling, "make_step", refuse)
     profile = fxsched.profile(Masked(4), rows(), repeats=1)
     assert all(f >= 0 < f + b for f, b in profile.measured.values())
 
@@ -509,21 +509,21 @@ def test_a_profile_leaves_out_the_steps_of_a_model_that_needs_more_options(
 def test_a_profile_is_fitted_to_eight_stages_or_to_one(
     layers: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, make = [], dry_run.make_step
+    asked, make = [], profiling.make_step
 
     def made(gm: Any, args: Any, options: Any, workers: Any) -> Any:
         asked.append(options.schedule.stages)
         return make(gm, args, options, workers)
 
-    monkeypatch.setattr(dry_run, "make_step", made)
+    monkeypatch.setattr(profiling, "make_step", made)
     fitted = list[Any]()
-    profile = dry_run.Plan.profile
+    profile = fxsched.Plan.profile
 
     def spied(plan: Any, *steps: Any) -> Any:
         fitted.append((plan, steps))
         return profile(plan, *steps)
 
-    monkeypatch.setattr(dry_run.Plan, "profile", spied)
+    monkeypatch.setattr(fxsched.Plan, "profile", spied)
     found = fxsched.profile(Wide(layers), torch.ones(512, 512), microbatches=2)
     assert asked == tried
     ((plan, steps),) = fitted

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import PlanError, Schedule
-from fxsched.dry_run import MicrobatchTraced, Tracer
 from fxsched.placement.kinds import Effect, Kind, Rows
 from fxsched.placement.row_warnings import RowWatch
+from fxsched.profiling import MicrobatchTraced, Tracer
 from tests import cases
 
 SEQUENCES, FEATURES = torch.randn(8, 4, 6), torch.randn(8, 6)
