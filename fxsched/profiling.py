@@ -150,9 +150,13 @@ class _Profiler:
                 _run(step, args)
                 steps.append(step.events)
         del steps[:WARM]
-        scaled = step.plan.profile(*steps)  # without nodes that the plan has otherwise
+        scaled = step.plan.profile(*steps)  # whose plan may have other nodes
+        pairs = (
+            (profile.measured, scaled.measured),
+            (profile.estimated, scaled.estimated),
+        )
         return Profile(
-            profile.measured | scaled.measured, profile.estimated | scaled.estimated
+            *({key: new.get(key, own[key]) for key in own} for own, new in pairs)
         )
 
 
