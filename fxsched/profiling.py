@@ -19,6 +19,7 @@ from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
 from .clock.timeline import Event
 from .dry_run import check_model, no_graph
+from .ir.garbage import no_collection
 from .ir.generators import kept_generators
 from .ir.modes import modes_after_errors
 from .jobs.job import PlanError
@@ -143,7 +144,7 @@ class _Profiler:
         """The profile, scaled to steps."""
         step, args, steps = self.step, self._args(), list[tuple[Event, ...]]()
         began = perf_counter()
-        with torch.no_grad():
+        with torch.no_grad(), no_collection():
             while len(steps) < FEWEST_STEPS or (
                 len(steps) < MOST_STEPS and perf_counter() - began < LONG
             ):

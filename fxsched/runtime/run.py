@@ -15,6 +15,7 @@ from ..ir.modes import casts
 from ..jobs.job import Job
 from ..transport.endpoints import Endpoint
 from .culprit import add_culprit
+from .data_stack import call_with_room
 from .devices import Clock, DeviceClock, device_of
 from .run_record import RecordedEndpoint, RunRecord
 from .tasks import Task
@@ -57,7 +58,7 @@ class Run(ABC):
             for kind, _ in casts():
                 modes.enter_context(torch.autocast(kind, enabled=False))
             try:
-                results = self.go_on(tangents)
+                results = call_with_room(self.go_on, tangents)
             except BaseException as error:
                 if self.record is not None:
                     self.record.error = f"{type(error).__name__}: {error}"
