@@ -32,7 +32,11 @@ RECOMMENDED = "recommended"
 
 def run(options: argparse.Namespace) -> int:
     """Every schedule's step: predicted from a profile of one microbatch, predicted from
-    the durations of the jobs that ran, and measured, in turns."""
+    the durations of the jobs that ran, and measured, in turns.
+
+    A second profile, halfway through the race, says how much faster or slower the
+    machine has become; `paced` is how far off a prediction scaled by that is.
+    """
     dist.init_process_group("gloo")
     model, batch = made(options)
     count = options.microbatches
@@ -53,23 +57,35 @@ def run(options: argparse.Namespace) -> int:
             given = fxsched.backend(schedule, profile=profile, optimizer=inside)
             backend = fxsched.Backend(recording(given.options, record))
             racers.append(Racer(name, model, backend, batch))
-    race(racers, options.steps)
+    half = options.steps // 2
+    race(racers, half)
+    model, batch = made(options)
+    again = fxsched.profile(model, *batch, microbatches=count)
+    pace = _total(again) / _total(profile)
+    race(racers, options.steps - half)
     for recorded, timed in zip(racers[::2], racers[1::2], strict=True):
         measured = statistics.median(slowest(timed.seconds).tolist())
         ahead = recorded.plan.simulate(prefetch=1).latency
         after = statistics.median(recorded.simulated)
         rows.append((recorded.name, 1e3 * measured, 1e3 * ahead, ahead / measured - 1))
-        rows[-1] += (1e3 * after, after / measured - 1)
+        rows[-1] += (pace * ahead / measured - 1, 1e3 * after, after / measured - 1)
     if not dist.get_rank():
-        headers = "schedule|measured ms|from a profile ms|off|from its jobs ms|off"
-        formats = ("", ".1f", ".1f", "+.1%", ".1f", "+.1%")
+        headers = "schedule|measured ms|from a profile ms|off|paced|from its jobs ms|off"
+        formats = ("", ".1f", ".1f", "+.1%", "+.1%", ".1f", "+.1%")
         print(tabulate(rows, headers.split("|"), floatfmt=formats))
+        print(f"Halfway, a profile takes {pace:.3f} of the first one's time.")
         if options.json is not None:
-            names = ("schedule", "measured", "profile", "off", "jobs", "jobs_off")
+            names = ("schedule", "measured", "profile", "off", "paced")
+            names += ("jobs", "jobs_off")
             found = [dict(zip(names, row, strict=True)) for row in rows]
             options.json.write_text(json.dumps(found))
     dist.destroy_process_group()
     return 0
+
+
+def _total(profile: fxsched.Profile) -> float:
+    """Seconds of F and B of all nodes."""
+    return sum(map(sum, profile.measured.values()))
 
 
 def made(options: argparse.Namespace) -> Asked:
