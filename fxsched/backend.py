@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,7 +88,7 @@ class Backend:
         self._events: list[tuple[Event, ...]] | None = None  # once it is closed
         self._arrivals: tuple[Job, ...] = ()  # then too
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._steps: dict[str, Step] = {}  # the last one to be called is the last
+        self._steps: dict[Hashable, Step] = {}  # the last one to be called is the last
         self._said: set[str] = set()  # what was warned of
         configure_dynamo()
 
@@ -256,11 +256,13 @@ class Backend:
         if not workers.settle(step.plan, args):
             # another model of the class, whose weights an earlier plan put elsewhere
             places = [(i, each.owners, each.updater) for i, each in placed(args)]
-            step = self._planned(f"{key}\n{places}", gm, args)
+            step = self._planned((key, *places), gm, args)
             assert workers.settle(step.plan, args), "owners were planned for"
         return step
 
-    def _planned(self, key: str, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
+    def _planned(
+        self, key: Hashable, gm: fx.GraphModule, args: tuple[Any, ...]
+    ) -> Step:
         """The step of this key, planned now unless it is one of the last PLANS."""
         with modes_after_errors():
             step = self._steps.pop(key, None) or self.make(gm, args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,20 +11,19 @@ from torch import Tensor, fx
 from ..ir.modes import casts
 
 
-def step_key(gm: fx.GraphModule, args: Sequence[Any]) -> str:
+def step_key(gm: fx.GraphModule, args: Sequence[Any]) -> Hashable:
     """Equal for calls that one step serves: same graph, shapes and modes."""
-    shapes = [
-        (tuple(a.shape), _strides(a), a.dtype, a.device, a.requires_grad)
+    shapes = tuple(
+        (a.shape, _strides(a), a.dtype, a.device, a.requires_grad)
         if isinstance(a, Tensor)
-        else a
+        else repr(a)
         for a in args
-    ]
+    )
     ids = [id(a) for a in args if isinstance(a, Tensor)]
-    same = list(map(ids.index, ids)) if len(set(ids)) < len(ids) else ""
-    modes = f"{torch.is_grad_enabled()} {casts()}"
-    return f"{gm.meta['text']}\n{shapes}{same}\n{modes}"
+    same = tuple(map(ids.index, ids)) if len(set(ids)) < len(ids) else ()
+    return gm.meta["text"], shapes, same, torch.is_grad_enabled(), tuple(casts())
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides of an input; those of a parameter change when a rank gives it up."""
-    return () if isinstance(tensor, torch.nn.Parameter) else tuple(tensor.stride())
+    return () if isinstance(tensor, torch.nn.Parameter) else tensor.stride()
