@@ -22,7 +22,7 @@ from .dry_run import check_model, no_graph
 from .ir.garbage import no_collection
 from .ir.generators import kept_generators
 from .ir.modes import modes_after_errors
-from .jobs.job import PlanError
+from .jobs.job import Direction, PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import positive
 from .options import Options
@@ -33,7 +33,6 @@ from .passes.model_passes import ModelPass, run_model_passes
 from .planning import make_step
 from .runtime.step import Step
 from .runtime.workers import Workers, workers_of
-from .schedules.orders import microbatch_first
 from .transport.world import from_rank_0
 
 STAGES = (8, 1)  # of a profile's steps: the first number that the model can be cut into
@@ -56,7 +55,9 @@ def profile(
     The times of nodes are scaled so that F and B of eight stages take as long as in
     steps of one worker, if fxsched.backend can run the model by Schedule(1,
     microbatches) and these options alone; so that F and B of all of a model take as
-    long, if it can't be cut into eight stages. Needs the memory of one such step.
+    long, if it can't be cut into eight stages. Those steps keep two microbatches in
+    flight, as pipelines do at least, so that what F saves has mostly left the caches
+    when B reads it. Needs the memory of one such step.
     batch_dims, model_passes: as for fxsched.backend.
 
     Pass the result as profile= to fxsched.backend, plan or explain. Under torchrun all
@@ -75,6 +76,11 @@ def profile(
             torch.compile(model, backend=backend)(*args, **kwargs)
 
         return _Profiler(options, call, repeats).profile()
+
+
+def two_in_flight(s: int, b: int, d: Direction) -> int:
+    """F of a microbatch, then B of the one before it."""
+    return 2 * b if d is Direction.FORWARD else 2 * b + 3
 
 
 class _Profiler:
@@ -123,7 +129,7 @@ class _Profiler:
         """Plans the steps; False for a model that needs other options, or that can't be
         cut into so many stages."""
         schedule = replace(
-            self.options.request.schedule, stages=stages, n=microbatch_first
+            self.options.request.schedule, stages=stages, n=two_in_flight
         )
         options = replace(self.options, schedule=schedule, profile=profile)
         with suppress(PlanError):

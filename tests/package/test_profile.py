@@ -104,6 +104,9 @@ def test_a_profile_is_fitted_to_eight_stages_or_to_one(
     ((plan, steps),) = fitted
     wanted = profile(plan, *steps).measured
     assert found.measured == wanted
+    ran = [(event.job.microbatch, event.job.direction.name) for event in steps[0]]
+    one = [(0, "FORWARD"), (1, "FORWARD"), (0, "BACKWARD"), (1, "BACKWARD")]
+    assert list(dict.fromkeys(ran)) == one  # two microbatches in flight
 
 
 def test_a_profile_has_nodes_that_its_steps_have_otherwise() -> None:
