@@ -42,6 +42,7 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self.module: Any = torch.get_device_module(device)
+        self.device = device  # which may not be the present one
         self.module.synchronize(device)
         self.first = self()
         self.first.synchronize()
@@ -50,7 +51,7 @@ class DeviceClock:
     def __call__(self) -> Any:
         """A mark of what is launched so far."""
         mark = self.module.Event(enable_timing=True)
-        mark.record()
+        mark.record(self.module.current_stream(self.device))
         return mark
 
     def seconds(self, mark: Any) -> float:

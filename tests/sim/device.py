@@ -213,8 +213,9 @@ class Event:
         self.time = 0.0
         self.item: queues.Item | None = None
 
-    def record(self) -> None:
-        self.item = queues.current_stream().put(queues.Item("event", self._note))
+    def record(self, stream: queues.Stream | None = None) -> None:
+        stream = stream or queues.current_stream()
+        self.item = stream.put(queues.Item("event", self._note))
 
     def _note(self) -> None:
         self.time = time.perf_counter()
