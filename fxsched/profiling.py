@@ -56,7 +56,7 @@ def profile(
     steps of one worker, if fxsched.backend can run the model by Schedule(1,
     microbatches) and these options alone; so that F and B of all of a model take as
     long, if it can't be cut into eight stages. Those steps keep two microbatches in
-    flight, as pipelines do at least, so that what F saves has mostly left the caches
+    flight, as workers of a pipeline do: what F saves has then mostly left the caches
     when B reads it. Needs the memory of one such step.
     batch_dims, model_passes: as for fxsched.backend.
 

@@ -72,20 +72,14 @@ def run(options: argparse.Namespace) -> int:
         times = 1e3 * measured, 1e3 * ahead, off, paced, 1e3 * after, jobs_off
         rows.append((recorded.name, *times))
     if not dist.get_rank():
-        headers = "schedule|measured ms|from a profile|off|paced|from its jobs|off"
+        headers = "schedule|measured ms|from a profile ms|off|paced"
+        headers += "|from its jobs ms|off"
         formats = ("", ".1f", ".1f", "+.1%", "+.1%", ".1f", "+.1%")
         print(tabulate(rows, headers.split("|"), floatfmt=formats))
         print(f"Halfway, a profile takes {pace:.3f} of the first one's time.")
         if options.json is not None:
-            names = (
-                "schedule",
-                "measured",
-                "profile",
-                "off",
-                "paced",
-                "jobs",
-                "jobs_off",
-            )
+            names = ["schedule", "measured", "profile", "off", "paced"]
+            names += ["jobs", "jobs_off"]
             found = [dict(zip(names, row, strict=True)) for row in rows]
             options.json.write_text(json.dumps(found))
     dist.destroy_process_group()
